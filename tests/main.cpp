@@ -8,7 +8,7 @@
 
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
-  // At the start, so that it can be read after a crash too.
+  // Printed at the start, so that it can be read even after a crash.
   std::printf("What is drawn at random comes from HYBRIDOPT_TEST_SEED=%" PRIu64 "\n",
               hybridopt::TestSeed());
   std::fflush(stdout);

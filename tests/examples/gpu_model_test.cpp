@@ -1,7 +1,7 @@
-// The model of examples/04_train_lm on a GPU against the one on the CPU. Both round what products
-// read to bf16 here, so that only sums differ, by their order, and what is then rounded the other
-// way: 0.004 of a gradient's norm at most, where one wrong or missing term of backward is 0.05 and
-// more.
+// The model of examples/04_train_lm on a GPU, compared with the one on the CPU. Here both round the
+// inputs of products to bf16, so only the order of sums differs, and some values are rounded the
+// other way: at most 0.004 of a gradient's norm. One wrong or missing term of the backward pass
+// makes 0.05 or more.
 #include <cblas.h>
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
@@ -44,8 +44,8 @@ namespace {
 
 #define ASSERT_CUDA(call) ASSERT_EQ(call, cudaSuccess)
 
-// One batch and the params it is learnt with, on both sides. All params are random, also those that
-// start at zero in training: else many gradients would be zero.
+// One batch and the params, on both sides. All params are random, even those that are zero at the
+// start of training; otherwise many gradients would be zero.
 class GpuModelTest : public testing::Test {
  protected:
   void SetUp() override {

@@ -1,5 +1,6 @@
-// The policy of examples/03_rl_cycle on a GPU against the one on the CPU, whose second product
-// takes its errors in fp32: the GPU's are rounded to bf16, half a unit in the eighth bit.
+// The policy of examples/03_rl_cycle on a GPU, compared with the one on the CPU. The second product
+// on the CPU takes its errors in fp32; those of the GPU are rounded to bf16, half a unit in the
+// eighth bit.
 #include "../../examples/03_rl_cycle/gpu_policy.h"
 
 #include <cuda_runtime_api.h>
@@ -31,7 +32,8 @@ class GpuPolicyTest : public testing::Test {
     for (void* data : {gpu_params_, gpu_weights_, gpu_grads_, gpu_cache_}) (void)cudaFree(data);
   }
 
-  // What both phases leave, of a policy of their own. What is to be written starts as NaNs.
+  // The results of both phases, for a policy of their own. Memory that they must write starts as
+  // NaNs.
   void RunGpu(int step, Scores* scores, std::vector<float>* cache, std::vector<uint16_t>* grads) {
     const std::unique_ptr<GpuPolicy> gpu = make_gpu_policy();
     const auto stream = static_cast<cudaStream_t>(gpu->stream());

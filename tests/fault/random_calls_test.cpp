@@ -1,7 +1,7 @@
 // Many random calls, good and bad, on several contexts and optimizers at once. No call crashes;
-// every failure has a known status and a text; what was refused has changed nothing, which a model
-// that counts, and remembers what is where, is asked about. Of the lifecycle's calls it also knows
-// which must be done and which refused.
+// every failure has a known status and a text; a refused call has changed nothing. A model checks
+// this: it counts, and remembers where everything is. For lifecycle calls it also knows which must
+// succeed and which must be refused.
 #include <gtest/gtest.h>
 
 #include "../sanitizers.h"
@@ -14,7 +14,7 @@ namespace {
 constexpr uint64_t kCallsPerWorld = 19'000;
 constexpr uint64_t kWorlds = 8;
 
-// What all worlds of a run reached.
+// The coverage of all worlds of a run.
 struct Reached {
   World::Tally tally;
   std::array<uint64_t, kMoves.size()> moved{};
@@ -28,7 +28,7 @@ struct Reached {
   }
 };
 
-// Both good and bad input was really there.
+// There really was both good and bad input.
 void ExpectEveryCallSucceededAndWasRefused(const World::Tally& tally, uint64_t calls) {
   uint64_t total = 0;
   std::map<std::string, std::array<uint64_t, 2>> outcomes;  // refused, done
@@ -54,8 +54,8 @@ void ExpectEveryMoveAndALoadDidSomething(const Reached& reached) {
 }
 
 TEST(RandomCalls, NeverCrashAndChangeNothingWhenRefused) {
-  // A full run whatever the scale under the address sanitizer: it is what that is for. A long run
-  // has more worlds; the thread sanitizer's is shorter.
+  // Under the address sanitizer a full run at any scale, because this test is made for it. A long
+  // run has more worlds; the run under the thread sanitizer is shorter.
   const double scale = TestScale();
   const uint64_t worlds = scale > 1 ? Scaled(kWorlds) : kWorlds;
   const bool full = !HYBRIDOPT_TSAN || scale >= 1;

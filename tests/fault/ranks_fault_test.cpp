@@ -1,5 +1,5 @@
-// Ranks that die, hang, fail or never come: the others learn it within the timeout, with a text
-// that names rank, call and timeout; nothing has changed anywhere; handles can be destroyed.
+// Ranks that die, hang, fail or never come: within the timeout the others get an error that names
+// rank, call and timeout; nothing has changed on any rank; handles can be destroyed.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -15,9 +15,9 @@ namespace {
 using Fault = ThreadComm::Fault;
 
 constexpr uint32_t kWorld = 3;
-constexpr uint32_t kBad = 1;  // the rank that something happens to
+constexpr uint32_t kBad = 1;  // the rank with the fault
 constexpr uint64_t kTimeoutNs = 1'000'000'000;
-constexpr int64_t kLongNs = 300'000'000'000;  // a hang, if ever it is reached
+constexpr int64_t kLongNs = 300'000'000'000;  // only a hang takes this long
 constexpr size_t kSteps = 4;
 
 ::testing::AssertionResult Says(const std::string& text, const std::string& part) {
@@ -54,7 +54,7 @@ class RanksFaultTest : public ::testing::TestWithParam<int32_t> {
 
   offload_optimizer_t Handle(uint32_t rank) { return ranks_[rank]->rig().handle(); }
 
-  // Every step asks the other ranks.
+  // Every step calls the other ranks.
   StepInput Input(uint32_t rank, size_t step) const {
     StepInput input = ranks_[rank]->local().steps[step];
     input.flags = 0;
@@ -88,7 +88,7 @@ class RanksFaultTest : public ::testing::TestWithParam<int32_t> {
     EXPECT_EQ(stats.steps_skipped, 0u);
   }
 
-  // The second step's call hangs on one rank. The others can be destroyed while it still does.
+  // The second step's call hangs on one rank. The other ranks can be destroyed while it hangs.
   void HangIn(uint64_t call, const char* name) {
     comm_.Inject(kBad, call, Fault::kHang);
     GoodStep(0);
@@ -140,15 +140,15 @@ TEST_P(RanksFaultTest, ARankThatNeverStepsTimesTheOthersOut) {
   ExpectFailed(kBad, TimeoutText("sum"), before[kBad]);
 }
 
-// Its table does not even keep its own timeout.
+// This rank's table does not even keep its own timeout.
 TEST_P(RanksFaultTest, ARankThatHangsInTheSumTimesTheOthersOut) { HangIn(2, "sum"); }
 TEST_P(RanksFaultTest, ARankThatHangsInTheMaxTimesTheOthersOut) { HangIn(3, "max"); }
 
 TEST_P(RanksFaultTest, ARankThatDiesInTheSumFailsTheOthersAtOnce) { DieIn(2, "sum"); }
-// All have the sum by now, and still nobody steps.
+// All ranks have the sum by now, and still no rank steps.
 TEST_P(RanksFaultTest, ARankThatDiesBetweenSumAndMaxLeavesNobodyHalfDone) { DieIn(3, "max"); }
 
-// Whatever number a function gives back, it is a failure of the other ranks and never OK.
+// Every other number that a function returns is a failure of the other ranks, and never OK.
 TEST_P(RanksFaultTest, AnyOtherStatusIsAFailure) {
   const int32_t statuses[] = {OFFLOAD_INVALID_ARGUMENT, 999, -1};
   for (uint32_t rank = 0; rank < kWorld; ++rank)
@@ -159,7 +159,7 @@ TEST_P(RanksFaultTest, AnyOtherStatusIsAFailure) {
     ExpectFailed(rank, "comm.sum returned " + std::to_string(statuses[rank]), before[rank]);
 }
 
-// Steps that were done stay done, those behind the failure are not begun.
+// Completed steps stay completed, steps after the failure do not begin.
 TEST_P(RanksFaultTest, QueuedStepsBehindAFailureAreNotBegun) {
   comm_.Inject(kBad, 2, Fault::kDie);
   std::vector<offload_ticket_t> tickets;
@@ -177,7 +177,7 @@ TEST_P(RanksFaultTest, QueuedStepsBehindAFailureAreNotBegun) {
   MUST(offload_optimizer_get_stats(Handle(0), &stats));
   EXPECT_EQ(stats.steps_applied, 1u);
   EXPECT_EQ(comm_.calls(0), 3u);
-  // The first step's bits, by a run in which nothing fails.
+  // The bits after the first step, from a run without failures.
   const Bytes got = ranks_[0]->Bits();
   ThreadComm good(kWorld);
   std::unique_ptr<ShardedRank> others[kWorld];
@@ -205,7 +205,7 @@ TEST_P(RanksFaultTest, StreamsThatWaitAreReleased) {
   }
 }
 
-// The other way round: a rank whose device fails does not come, and the others hear of it.
+// The opposite case: a rank whose device fails does not come, and the other ranks get an error.
 TEST_P(RanksFaultTest, ARankWhoseDeviceFailsTimesTheOthersOut) {
   if (GetParam() == OFFLOAD_DEVICE_HOST) GTEST_SKIP() << "host memory cannot be taken away";
   const std::vector<Bytes> before = AllBits();

@@ -1,6 +1,6 @@
-// What may go wrong around a stash: bad input, no room, memory that cannot be pinned, streams that
-// stand still, a device that fails, several threads. Each is answered in words, and nothing is
-// lost.
+// Failures around a stash: bad input, no room, memory that cannot be pinned, streams that are
+// blocked, a device that fails, several threads. Each call returns an error with a text, and
+// nothing is lost.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -62,7 +62,7 @@ class User {
     FillPattern(content, OFFLOAD_BF16, seed);
     return content;
   }
-  // On the caller's stream, like kernels: however busy the machine is, no timeout ends it.
+  // On the caller's stream, like kernels, so no timeout ends it on a busy machine.
   void Copy(void* to, const void* from) {
     struct Pair {
       void* to;
@@ -80,7 +80,7 @@ class User {
     return mapped;
   }
 
-  // 0: the stash has not taken it.
+  // 0: the stash has refused it.
   offload_stash_ticket_t Push(uint64_t seed, uint32_t lane = 0) {
     const std::vector<unsigned char> content = Content(seed);
     Copy(Mapped(data), content.data());
@@ -243,7 +243,7 @@ TEST_P(StashTest, NumbersThatAreNoTicketsOfThisStashAreRefusedByEveryCall) {
                 {"ticket is ", word});
     ExpectError(offload_stash_drop(user.stash, bad, nullptr), OFFLOAD_INVALID_ARGUMENT,
                 {"ticket is ", word});
-    if (bad == 0) return;  // all tickets, to wait
+    if (bad == 0) return;  // for wait this means all tickets
     ExpectError(offload_stash_wait(user.stash, bad, -1), OFFLOAD_INVALID_ARGUMENT,
                 {"ticket is ", word});
   };
@@ -257,7 +257,7 @@ TEST_P(StashTest, NumbersThatAreNoTicketsOfThisStashAreRefusedByEveryCall) {
   user.ExpectBack(ticket, 1);
 }
 
-// However many stashes are made in between.
+// For any number of stashes that are made in between.
 TEST_P(StashTest, NoStashTakesTicketsAndMarksOfAnother) {
   constexpr int kStashes = 600;
   User first(GetParam());
@@ -307,7 +307,7 @@ TEST_P(StashTest, TicketsEndOnce) {
   expect_ended(dropped);
   EXPECT_OFFLOAD_OK(offload_stash_rollback(user.stash, mark, user.stream));
   expect_ended(rolled_back);
-  // New tickets in the entries of the old ones do not bring these back to life.
+  // Old tickets stay invalid when new tickets use their entries.
   std::vector<offload_stash_ticket_t> newer;
   for (uint64_t i = 5; i < 8; ++i) newer.push_back(user.Push(i));
   for (const offload_stash_ticket_t old : {popped, dropped, rolled_back}) expect_ended(old);
@@ -437,7 +437,7 @@ TEST_P(StashTest, ThePlanIsWhatCreateTakes) {
 // ------------------------------------------------------------------------ several micro-batches --
 
 // Two micro-batches, each with a lane. Iterations of one fail in the middle of the forward pass:
-// room is given back each time, and what the other has put aside stays.
+// its room is freed each time, and the tickets of the other stay.
 TEST_P(StashTest, AForwardPassThatFailsGivesBackWhatItsLaneHasPushed) {
   User user(GetParam(), 12);  // four pushes
   const offload_stash_ticket_t others = user.Push(1, 1);
@@ -543,7 +543,7 @@ INSTANTIATE_TEST_SUITE_P(Devices, StashTest,
 
 // -------------------------------------------------------------------------------------- pinning --
 
-// A context of which the system, or the caller, lets no more than these bytes be pinned.
+// A context in which the system, or the caller, allows at most these bytes to be pinned.
 offload_context_t Limited(uint64_t sim_pinned_bytes_max, uint64_t pinned_bytes_max,
                           int32_t allow_pageable) {
   auto options = Make<offload_context_options_t>();
@@ -651,7 +651,7 @@ TEST(StashFailure, PoisonsWithTheCause) {
   ExpectError(offload_stash_wait(user.stash, lost, -1), OFFLOAD_DEVICE_FAILED,
               {"CopyToHost", "stash down", "freed or never allocated"});
   const std::string cause = offload_last_error();
-  // Calls that only look still work; all others say why they do not.
+  // Calls that only read still work; all others return the cause.
   EXPECT_EQ(user.Stats().tickets, 2u);
   for (const int32_t status :
        {user.Prefetch(ticket), offload_stash_pop(user.stash, ticket, user.stream, 0),

@@ -1,5 +1,5 @@
-// Storage that fails while somebody looks for a checkpoint, and storage that hangs in any call of a
-// save or load.
+// Storage that fails during a search for a checkpoint, and storage that hangs in any call of a save
+// or load.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -42,8 +42,9 @@ Result<std::string> Newest(system::Files& files, const std::string& directory) {
   });
 }
 
-// A search that meets a failure gives the newest checkpoint, or the one before, if the newest is
-// what could not be read; or an error that tells what failed. It never tells that there is nothing.
+// A search that meets a failure returns the newest checkpoint; or the one before it, if the newest
+// one could not be read; or an error that names the failure. It never reports that there is no
+// checkpoint.
 TEST(Storage, EveryFailureOfEveryCallOfASearchIsToldOrGoesRoundTheFile) {
   const Solved solved{SmallProblem()};
   const TemporaryDirectory directory;
@@ -86,7 +87,7 @@ TEST(Storage, EveryFailureOfEveryCallOfASearchIsToldOrGoesRoundTheFile) {
             EXPECT_TRUE(sticky || operation == Operation::kList) << what << ": " << text;
             continue;
           }
-          // Only what could not be read is passed over; a signal is no reason.
+          // Only a checkpoint that could not be read is skipped; a signal is no reason for that.
           const bool harmless = operation == Operation::kClose || operation == Operation::kLook ||
                                 (error == EINTR && operation != Operation::kSize);
           if (result.value() == newest) {
@@ -110,7 +111,7 @@ TEST(Storage, EveryFailureOfEveryCallOfASearchIsToldOrGoesRoundTheFile) {
 
 // -------------------------------------------------------------------------------------- hangs --
 
-// A disk that hangs in one call, until it is let go.
+// A disk that hangs in one call until the test lets it go on.
 class HangingFiles : public system::Files {
  public:
   // The `call`-th call from now on hangs.
@@ -175,7 +176,7 @@ class HangTest : public testing::Test {
  protected:
   HangTest() : rig_(solved_.problem, SettingOf(files_)) {}
 
-  // Waits until the disk hangs or the ticket is complete: whether it hangs.
+  // Waits until the disk hangs or the ticket is complete. Returns whether the disk hangs.
   bool Hangs(offload_ticket_t ticket) {
     while (!files_.hangs())
       if (offload_optimizer_wait(rig_.optimizer(), ticket, 1'000'000) != OFFLOAD_TIMED_OUT)

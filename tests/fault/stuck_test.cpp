@@ -1,5 +1,5 @@
-// Functions of the caller's that do not return, and streams that stand still: every call ends
-// within its timeout, says what is left behind, and what is left behind hurts nobody.
+// Functions of the caller that do not return, and streams that are blocked: every call ends within
+// its timeout and says what is left behind, and that does no harm.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -13,7 +13,7 @@
 #include "trainer.h"
 
 #if HYBRIDOPT_TSAN
-// What stands still for ever is left behind on purpose, with the threads that serve it.
+// Objects that are stuck for ever are left behind on purpose, with their threads.
 extern "C" const char* __tsan_default_options();
 extern "C" const char* __tsan_default_options() { return "report_thread_leaks=0"; }
 #endif
@@ -169,7 +169,7 @@ TEST(StuckTest, DestroyEndsThoughACommFunctionDoesNotReturn) {
     run.device_kind = device_kind;
     run.comm = &table;
     run.comm_timeout_ns = kTimeoutNs;
-    // It stays, as its context does.
+    // It stays in memory, and so does its context.
     auto* const trainer = new Trainer(run);
     trainer->AddParams();
     trainer->Commit();
@@ -199,7 +199,7 @@ TEST(StuckTest, DestroyEndsThoughACommFunctionDoesNotReturn) {
   }
 }
 
-// On the host device the call waits itself; it ends, and so does everything behind it.
+// On the host device the call itself waits; it ends, and so does all later work.
 TEST(StuckTest, AStreamWaitEndsThoughACommFunctionDoesNotReturn) {
   StuckComm comm;
   const offload_comm_t table = comm.Table();

@@ -1,5 +1,5 @@
-// Any bytes as calls of the ABI: each two of them decide about the next call, or about one of its
-// arguments. The model of fault/random_calls says what may come of them.
+// Bytes as calls of the ABI: every two bytes decide about the next call, or about one of its
+// arguments. The model of fault/random_calls knows which results are allowed.
 #include <gtest/gtest.h>
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// Any bytes as the head of a safetensors file. What is read must be written and read again the
-// same.
+// Arbitrary bytes as the head of a safetensors file. A head that can be read must be written and
+// read again with the same result.
 #include <cstddef>
 #include <cstdint>
 #include <string>

@@ -1,4 +1,5 @@
-// Any bytes as a manifest. What is read must be written and read again the same.
+// Arbitrary bytes as a manifest. A manifest that can be read must be written and read again with
+// the same result.
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -14,7 +15,7 @@ namespace {
 
 constexpr uint64_t kElementsMax = 10'000;  // of a tensor whose shards are looked at one by one
 
-// The text with the end that belongs to it: bytes at random never have the right hash.
+// The text with its correct end: random bytes never have the right hash.
 std::string Ended(const std::string& text) {
   char end[32];
   std::snprintf(end, sizeof(end), ",\"xxh3\":\"%016llx\"}\n",

@@ -1,5 +1,4 @@
-// Gives a fuzz target every file of a folder, or one file, where there is no fuzzer.
-// Usage: PROGRAM FOLDER|FILE
+// Runs a fuzz target with every file of a folder, or with one file, without a fuzzer.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -20,7 +19,7 @@ int main(int argc, char** argv) {
     files.emplace_back(argv[1]);
   std::sort(files.begin(), files.end());
   for (const std::filesystem::path& file : files) {
-    // Whatever ends the program, its last line says which file did.
+    // However the program ends, its last line names the file.
     std::printf("%s\n", file.c_str());
     std::fflush(stdout);
     std::ifstream in(file, std::ios::binary);

@@ -1,5 +1,5 @@
-// Writes the golden checkpoints into a directory. Only for those of a new format version: the ones
-// that are there stay as they are. Usage: make_golden DIRECTORY
+// Writes the golden checkpoints into a directory. To be used only for those of a new format
+// version: the existing ones never change. Usage: make_golden DIRECTORY
 #include <cstdio>
 
 #include "golden.h"

@@ -1,5 +1,5 @@
-// What only a real GPU has: the caller's own CUDA runtime, its streams, contexts and captures; and
-// what must not hang there.
+// Tests of things that only a real GPU has: the caller's own CUDA runtime, its streams, contexts
+// and captures; and of calls that must not hang with them.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
@@ -121,7 +121,7 @@ TEST(CallersStreams, AStepWaitsForWorkOnAnyOfThem) {
       Rig rig(context, solved.problem, {fraction, 1024, 2});
       Model model(solved.problem);
       for (const StepInput& input : solved.problem.steps) {
-        // What is bound holds rubbish until the stream copies the gradients over it.
+        // The bound memory has arbitrary bytes until the stream copies the gradients there.
         const size_t late = rig.AddBlock(7);
         rig.PutGrads(0, input);
         rig.Bind(0, late, input);
@@ -414,7 +414,7 @@ TEST(FullDevice, CommitNamesTheBytesAndWorksOnceThereIsRoom) {
   MUST(offload_device_free(context.handle(), param.data));
 }
 
-// Memory of the caller's own runtime is as good as ours; host memory is not.
+// Memory from the caller's own CUDA runtime is accepted; host memory is not.
 TEST(Addresses, OfTheCallersAllocatorAreTakenAndHostMemoryIsNot) {
   const TestContext context(CudaSetting());
   auto options = Make<offload_optimizer_options_t>();

@@ -1,4 +1,5 @@
-// What instructions_test.sh counts: one kernel over one array. Its argument names the kernel.
+// The program whose instructions instructions_test.sh counts: one kernel over one array. Its
+// argument names the kernel.
 #include <cstdio>
 #include <cstring>
 #include <vector>
@@ -33,7 +34,7 @@ constexpr Named kFormatsNamed[] = {
 }  // namespace
 }  // namespace hybridopt
 
-// Only what runs inside these two is counted.
+// Only instructions inside these two functions are counted.
 extern "C" __attribute__((noinline)) void MeasuredUpdate(hybridopt::UpdateFunction update,
                                                          const hybridopt::Coefficients& c,
                                                          const hybridopt::UpdateSpan& span) {

@@ -1,5 +1,5 @@
-// What a profiler is told: a library that NVTX takes for one writes down the ranges of every
-// thread.
+// The ranges that a profiler gets: a library that NVTX loads as a profiler records the ranges of
+// every thread.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -18,8 +18,8 @@ namespace {
 
 using Told = std::vector<std::string>;
 
-// "update 0", or "step 1(norm, update 0)" where ranges lie in it. These are in alphabetical order:
-// whether a thread waits for one thing before or after it does another may depend on the others.
+// "update 0", or "step 1(norm, update 0)" if it contains ranges. These are in alphabetical order,
+// because it may depend on other threads whether a thread waits before or after another action.
 std::string Described(std::string name, Told inside) {
   if (inside.empty()) return name;
   std::sort(inside.begin(), inside.end());
@@ -28,7 +28,7 @@ std::string Described(std::string name, Told inside) {
   return name + ")";
 }
 
-// What each thread did, as its outermost ranges with those in them.
+// The work of each thread: its outermost ranges with the ranges inside of them.
 Told Take() {
   void* const recorder = dlopen(std::getenv("NVTX_INJECTION64_PATH"), RTLD_NOW | RTLD_NOLOAD);
   void* const take = recorder == nullptr ? nullptr : dlsym(recorder, "TakeRecorded");
@@ -59,7 +59,7 @@ Told Take() {
   return told;
 }
 
-// What a run leaves, when all threads that serve it are gone.
+// The record of a run, when all its threads have ended.
 template <class Work>
 Told Record(const RunOptions& run, Work work) {
   {
@@ -79,7 +79,7 @@ RunOptions ThreeChunks(int32_t device_kind) {
   return run;
 }
 
-// Each range by itself, wherever it lies.
+// Each range by itself, at any depth.
 Told Flattened(const Told& told) {
   Told names;
   for (const std::string& one : told) {
@@ -94,7 +94,7 @@ Told Flattened(const Told& told) {
   return names;
 }
 
-// Which thread moves a chunk on, and what has to be waited for, depends on how fast they are.
+// The speed of threads decides which thread advances a chunk, and what it has to wait for.
 TEST(Ranges, OfAStepAreItsLanesAndChunks) {
   RunOptions run = ThreeChunks(OFFLOAD_DEVICE_SIM);
   run.host_executors = OFFLOAD_EXECUTORS_CPU;

@@ -1,5 +1,5 @@
-// A profiler that writes down the ranges it is told of. NVTX opens it where NVTX_INJECTION64_PATH
-// says so; the test opens it too and reads.
+// A profiler that records ranges. NVTX opens it if NVTX_INJECTION64_PATH names it; the test opens
+// it too and reads the record.
 #include "recorder.h"
 
 #include <nvtx3/nvToolsExt.h>

@@ -1,6 +1,7 @@
-// What code compiled with -fsanitize=thread calls at each atomic operation and at each access to
-// memory, in place of the thread sanitizer's own functions: every atomic operation is a point of
-// the scheduler. Plain accesses are not looked at here; the thread sanitizer itself does that.
+// The functions that code compiled with -fsanitize=thread calls at each atomic operation and each
+// access to memory. They replace the thread sanitizer's own functions: every atomic operation is a
+// point of the scheduler. Plain accesses are not checked here; the thread sanitizer itself does
+// that.
 #include <cstddef>
 #include <cstdint>
 

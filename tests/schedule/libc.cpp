@@ -1,8 +1,8 @@
 // The C library's functions for threads and time, with the scheduler behind them. An executable's
-// definitions come before those of all libraries, so std::mutex, std::thread, std::atomic::wait and
-// the rest of C++ end here too. For threads that are no tasks they are what they always are; a
-// mutex that a task holds is marked in the fields that the C library uses, so both agree when the
-// run ends.
+// definitions have precedence over those of all libraries, so std::mutex, std::thread,
+// std::atomic::wait and the rest of C++ come here too. For threads that are no tasks these
+// functions do what they always do. A mutex that a task holds is marked in the fields that the C
+// library uses, so that both agree when the run ends.
 #include <dlfcn.h>
 #include <errno.h>
 #include <linux/futex.h>
@@ -141,8 +141,8 @@ long Futex(const uint32_t* word, int operation, uint32_t value, const timespec* 
 
 // -------------------------------------------------------------------------------------- threads --
 
-// What the program gets for a thread. The thread itself is joined when it ends, and its number may
-// then be another one's.
+// The program's handle of a thread. The thread itself is joined when it ends, and its number may
+// then be reused.
 static_assert(sizeof(pthread_t) == sizeof(Task*));
 Task* TaskOf(pthread_t thread) { return reinterpret_cast<Task*>(thread); }
 
@@ -248,7 +248,7 @@ int pthread_cond_broadcast(pthread_cond_t* condition) noexcept {
   return 0;
 }
 
-// The C library's would wait for waiters that it knows; of tasks it knows none.
+// The C library's function would wait for the waiters that it knows; it knows no tasks.
 int pthread_cond_destroy(pthread_cond_t* condition) noexcept {
   return IsTask() ? 0 : Real().cond_destroy(condition);
 }
@@ -299,8 +299,8 @@ int sched_yield() noexcept {
   return 0;
 }
 
-// A run stays on its CPU, whatever the library asks for, and the library sees the same two CPUs on
-// every machine.
+// A run stays on its CPU even if the library asks for another, and the library sees the same two
+// CPUs on every machine.
 int sched_setaffinity(pid_t thread, size_t bytes, const cpu_set_t* cpus) noexcept {
   return IsTask() ? 0 : Real().setaffinity(thread, bytes, cpus);
 }

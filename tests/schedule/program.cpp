@@ -113,7 +113,7 @@ Program::Program(Family drawn_family, uint64_t drawn_number)
     comm_fault =
         random.OneOf({Fault::kDie, Fault::kFail, Fault::kHang, Fault::kLose, Fault::kDelay});
     comm_fault_call = random.Below(8);
-    // Only then a destroy may come while the call hangs.
+    // Only in this case destroy may come while the call hangs.
     if (comm_fault == Fault::kHang && random.OneIn(2)) waits_at_end = false;
   } else if (sim && world == 1 && random.OneIn(8)) {
     std::vector<Call>& calls = owners[0].calls;

@@ -78,8 +78,8 @@ void RunTrainers(const Program& program, std::vector<std::unique_ptr<Trainer>>& 
   for (std::thread& thread : threads) thread.join();
 }
 
-// A rank that has waited for all of its work has been told what happened to rank 1, or an observer
-// has: a wait for everything returns the failure of a save once.
+// Whether a rank that has waited for all of its work, or an observer, has got the error of rank 1's
+// fault: a wait for everything returns the failure of a save only once.
 void CheckAllTold(const Program& program, const ThreadComm& comm,
                   const std::vector<std::unique_ptr<Trainer>>& trainers) {
   if (!program.comm_may_fail() || !program.waits_at_end) return;
@@ -180,7 +180,7 @@ Program ProgramOf(const Name& name) {
 
 constexpr unsigned kHungSeconds = 300;  // without an end outside of the scheduler
 
-// What a run is asked for, in memory that all processes share.
+// The request of a run, in memory that all processes share.
 struct Request {
   Program::Family family;
   uint64_t program;
@@ -208,7 +208,7 @@ int to_nursery[2], from_nursery[2];  // pipes: a byte for each run
   _exit(0);
 }
 
-// Ends when no thread asks any more.
+// Ends when there are no more requests.
 void BeNursery() {
   char byte = 0;
   while (read(to_nursery[0], &byte, 1) == 1) {

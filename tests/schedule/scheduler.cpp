@@ -128,7 +128,7 @@ class Scheduler {
   Random random_;
   std::vector<std::unique_ptr<Task>> tasks_;  // in the order of their numbers
   std::vector<Task*> ready_;
-  Task* last_ended_ = nullptr;  // its thread still does its last things
+  Task* last_ended_ = nullptr;  // its thread is still ending
   bool leaves_threads_ = false;
   uint32_t next_number_ = 0;
   int64_t now_ns_ = kStartNs;
@@ -136,10 +136,11 @@ class Scheduler {
   uint64_t points_ = 0;
   uint64_t switches_ = 0;
   uint64_t trace_ = 0xcbf29ce484222325;
-  // By priority: the ready task with the highest priority runs, and at some points, which are drawn
-  // before the run, it falls below all others. An order of d operations that a bug needs is found
-  // with a probability that falls with the number of tasks and of points^(d - 1), whatever else
-  // happens. Otherwise: at every `patience_`-th point or so any ready task goes on.
+  // Two modes. By priority: the ready task with the highest priority runs, and at some points,
+  // which are drawn before the run, its priority falls below all others. If a bug needs an order of
+  // d operations, this finds it with a probability that decreases with the number of tasks and with
+  // points^(d - 1), and with nothing else. Otherwise: about every `patience_` points any ready task
+  // goes on.
   bool by_priority_ = false;
   bool is_stale_ = true;  // a task has become ready, or its priority lower
   uint64_t patience_ = 1;
@@ -327,7 +328,7 @@ void Scheduler::End() {
   GiveTurn(next);
 }
 
-// What a thread does at its end, beside the scheduler, must not run beside the next task.
+// The C library's work at the end of a thread must not run at the same time as the next task.
 void Scheduler::Bury() {
   if (Task* const task = std::exchange(last_ended_, nullptr); task != nullptr)
     Real().join(task->thread, nullptr);
@@ -370,7 +371,7 @@ void Scheduler::Fail(const std::string& text) {
   for (const auto& task : tasks_)
     if (task->state != Task::State::kEnded) Print(*task);
   std::fflush(nullptr);
-  current = nullptr;  // what follows is no part of the run
+  current = nullptr;  // the rest is not a part of the run
   if (on_failure != nullptr) on_failure();
   std::fflush(nullptr);
   _exit(1);

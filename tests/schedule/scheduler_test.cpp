@@ -1,4 +1,4 @@
-// The scheduler itself: small programs with known bugs, each of which some schedule must show, and
+// The scheduler itself: small programs with known bugs, each of which some schedule must find; and
 // the same seed gives the same run.
 #include "scheduler.h"
 
@@ -26,7 +26,7 @@ void Explore(uint64_t count, const std::function<void()>& program) {
   for (uint64_t seed = 0; seed < count; ++seed) RunSchedule(seed, program);
 }
 
-// In how many of `count` schedules is it true?
+// Returns in how many of `count` schedules `program` returns true.
 uint64_t Count(uint64_t count, const std::function<bool()>& program) {
   uint64_t times = 0;
   for (uint64_t seed = 0; seed < count; ++seed) RunSchedule(seed, [&] { times += program(); });
@@ -161,7 +161,7 @@ TEST(Scheduler, OrdersDiffer) {
   EXPECT_LT(lost, 200u);
 }
 
-// A notification between the look and the wait is lost.
+// A notification between the check and the wait is lost.
 void LosesAWakeUp() {
   std::mutex mutex;
   std::condition_variable changed;
@@ -184,7 +184,7 @@ TEST(SchedulerDeathTest, ALostWakeUpIsADeadlock) {
               "thread 1 waits for condition variable");
 }
 
-// A thread that nobody wakes any more.
+// A thread that is never woken.
 void LeavesAThread() {
   static std::mutex mutex;
   static std::condition_variable never;

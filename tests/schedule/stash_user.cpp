@@ -92,7 +92,7 @@ void StashUser::Do(const Call& call) {
 
 // ------------------------------------------------------------------------------------ the calls --
 
-// The stream writes the array, and the copy comes behind that.
+// The stream writes the array, and the copy follows.
 void StashUser::Push(uint64_t number) {
   if (items_.size() == kItemsMax) return;
   const uint64_t bytes = 4 * (1 + number * 37 % kElementsMax);
@@ -102,7 +102,7 @@ void StashUser::Push(uint64_t number) {
   if (!Done("stash_push", offload_stash_push(shared_.stash, script_.trainer, item.source->data(),
                                              bytes, stream_, &item.ticket)))
     return behind_stream_.push_back(std::move(item.source));
-  if (item.ticket == 0)  // no room beside what others have pushed
+  if (item.ticket == 0)  // no room because of other users' pushes
     behind_stream_.push_back(std::move(item.source));
   else
     items_.push_back(std::move(item));
@@ -123,7 +123,7 @@ void StashUser::Release(Item& item) {
 void StashUser::Prefetch(Item& item) {
   if (item.destination != nullptr) return;
   auto array = std::make_unique<Array>(shared_.context, true, item.bytes.size());
-  array->Write(Bytes(item.bytes.size(), 0x77), stream_);  // the copy comes behind that
+  array->Write(Bytes(item.bytes.size(), 0x77), stream_);  // the copy follows
   item.destination = std::move(array);
   Done("stash_prefetch",
        offload_stash_prefetch(shared_.stash, item.ticket, item.destination->data(),
@@ -188,8 +188,8 @@ void StashUser::Synchronize() {
 
 // ------------------------------------------------------------------------------------- the end --
 
-// The last one destroys the stash, while copies may be under way and another user may wait. Then
-// all memory that was given to the stash is the caller's.
+// The last user destroys the stash, while copies may be under way and another user may wait. Then
+// the caller may use all memory that was given to the stash.
 void StashUser::Destroy() {
   if (stream_ != nullptr) (void)offload_stream_synchronize(shared_.context, stream_, -1);
   if (shared_.users_left.fetch_sub(1) > 1) {

@@ -81,7 +81,7 @@ bool Trainer::Queued(const char* call, int32_t status, bool allowed, offload_tic
   return true;
 }
 
-// What a rank is told of another rank, or of its own comm.
+// The errors that a rank may get because of another rank, or of its own comm.
 void Trainer::CheckText(const char* call, int32_t status) const {
   if (!program_.comm_may_fail()) return;
   using Fault = ThreadComm::Fault;
@@ -103,8 +103,8 @@ bool Trainer::Waited(const char* call, int32_t status) {
   return false;
 }
 
-// The same for a wait for queued work. A thread that has been told of its failure finds the
-// optimizer poisoned.
+// The same for a wait for queued work. A thread that has already got the error of its failure finds
+// the optimizer poisoned.
 bool Trainer::WaitedForWork(const char* call, int32_t status) {
   if (Waited(call, status)) return true;
   poisoned_ = status != OFFLOAD_TIMED_OUT;
@@ -112,7 +112,7 @@ bool Trainer::WaitedForWork(const char* call, int32_t status) {
   return false;
 }
 
-// Tickets of one optimizer grow. The caller's own work on its stream may write an array still, if
+// Tickets of one optimizer grow. The caller's own work on its stream may still write an array, if
 // no step has needed it.
 void Trainer::Completed(offload_ticket_t ticket) {
   if (stream_ != nullptr)
@@ -198,7 +198,7 @@ void Trainer::Run(std::latch& committed) {
   Destroy();
 }
 
-// Nothing of the caller's is touched any more; what was queued has been done.
+// The library touches no memory of the caller any more; queued work has been done.
 void Trainer::Destroy() {
   watched_.destroyed = true;
   const int32_t status = offload_optimizer_destroy(optimizer_);
@@ -222,8 +222,8 @@ void Trainer::Destroy() {
   if (stream_ != nullptr) (void)offload_stream_destroy(context_, stream_);
 }
 
-// The function of the comm returns behind destroy, and what the library does then must not touch
-// what is the caller's.
+// The function of the comm returns after destroy. The library must then not touch memory of the
+// caller.
 void Trainer::ReturnLate() {
   LeaveThreads();
   Bytes before[kParams];
@@ -408,8 +408,8 @@ void Trainer::Load(uint64_t number) {
   if (Queued("load", status, MayStep(), ticket)) steps_ = saved.steps;
 }
 
-// A function that is queued behind this wait finds the params of all queued steps. Where ranks wait
-// for each other, a stream could wait for a rank that never comes: such programs have no streams.
+// A function that is queued after this wait finds the params of all queued steps. If ranks wait for
+// each other, a stream could wait for a rank that never comes: programs with ranks have no streams.
 void Trainer::StreamWait() {
   if (params_out_) return;
   Lend();
@@ -452,7 +452,7 @@ void Trainer::Wait(uint64_t number, int64_t timeout_ns) {
     Wrong("wait without a limit returns TIMED_OUT");
 }
 
-// Then all arrays are the caller's. True if nothing has failed.
+// Afterwards the caller may use all arrays. Returns true if nothing has failed.
 bool Trainer::WaitForAll() {
   if (!WaitedForWork("wait for all", offload_optimizer_wait(optimizer_, 0, -1))) return false;
   Completed(UINT64_MAX);

@@ -22,7 +22,7 @@ HandMade Large() {
   return made;
 }
 
-// Moments in 16 bits, masters as part of a number.
+// Moments in 16 bits, and lower halves of masters.
 HandMade Halves() {
   HandMade made(OFFLOAD_ADAMW, 1);
   made.manifest.groups = {AdamGroup(0.001, 0)};

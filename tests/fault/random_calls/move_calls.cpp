@@ -1,5 +1,5 @@
-// Offloads, reloads and the other moves. Of each it is known beforehand whether it must be done or
-// refused, and with which status.
+// Offloads, reloads and the other moves. The test knows beforehand whether each call must succeed
+// or be refused, and with which status.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -52,7 +52,7 @@ void FillParams(World& world, MoveInput& input, size_t size) {
   }
 }
 
-// A stream that is mostly none of the context's: of another one, destroyed, or noise.
+// A stream that usually does not belong to the context: of another context, destroyed, or noise.
 offload_stream_t ForeignStream(World& world, offload_context_t context) {
   Random& random = world.random;
   offload_stream_t stream = nullptr;
@@ -111,7 +111,7 @@ std::vector<ParamModel*> Named(OptimizerModel& model, const MoveInput& input) {
   return {named.begin(), named.end()};
 }
 
-// Whether two params would come back to one place, which would be the caller's race.
+// Whether two params would be reloaded to one address, which would be a race of the caller.
 bool ReloadsOverlap(const std::vector<ParamModel*>& params) {
   uintptr_t end = 0;
   std::map<uintptr_t, uintptr_t> ranges;
@@ -133,7 +133,7 @@ Move MoveOf(Move move, uint32_t flags) {
   return (flags & OFFLOAD_MOVE_ACCUMULATE) != 0 ? Move::kAccumulateGrads : move;
 }
 
-// What optimizer and params say against the move.
+// The reasons of optimizer and params to refuse the move.
 void AddReasons(Move move, const OptimizerModel& model, const std::vector<ParamModel*>& named,
                 std::set<int32_t>& reasons) {
   const bool refused = std::any_of(named.begin(), named.end(), [&](const ParamModel* param) {
@@ -180,7 +180,7 @@ void MakeMove(World& world) {
   const Move move = MoveOf(kMove, input.options.flags);
   if (move == Move::kReloadGrads) {
     if (ReloadsOverlap(named)) return;
-    world.Settle(model->context);  // others may read gradients of theirs at the same place
+    world.Settle(model->context);  // other optimizers may read gradients at the same address
   }
   AddReasons(move, *model, named, input.reasons);
   offload_ticket_t ticket = 0;

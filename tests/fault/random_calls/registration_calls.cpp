@@ -120,7 +120,7 @@ void SetGroup(World& world) {
 
 // -------------------------------------------------------------------------------------- params --
 
-// A param with all that it points at.
+// A param with all memory to which it points.
 struct ParamRoom {
   offload_param_t param;
   offload_shard_t shard;
@@ -210,9 +210,9 @@ void FillParam(World& world, ParamRoom& room, const OptimizerModel& model,
   if (random.Chance(10)) SpoilParam(random, room);
 }
 
-// What is known of a param once it is registered.
+// The model of a param after registration.
 ParamModel Registered(const offload_param_t& param) {
-  offload_param_t read{};  // what a shorter struct lacks is zero
+  offload_param_t read{};  // fields that a shorter struct lacks are zero
   std::memcpy(&read, &param, std::min<size_t>(param.struct_size, sizeof(read)));
   ParamModel known;
   known.count = read.count;
@@ -266,7 +266,7 @@ void Bind(World& world) {
     if (random.Chance(known && model->params[binding.param].params_out ? 90 : 30))
       binding.data = world.Pointer(model->data, bytes, context.kind);
   }
-  // A param must not come to lie where a save still reads another.
+  // A param must not get memory in which a save still reads another param.
   if (model != nullptr && model->saving) world.Settle(model->context);
   const int32_t status =
       offload_optimizer_bind(optimizer, random.Chance(98) ? bindings.data() : nullptr,
@@ -307,7 +307,7 @@ void Commit(World& world) {
   model->committed = true;
 }
 
-// Often enough that much is alive, seldom enough that it lives.
+// Often enough that many objects exist, rarely enough that they live long.
 constexpr Call kCalls[] = {
     {"optimizer_create", CreateOptimizer, 4},
     {"optimizer_destroy", DestroyOptimizer, 1},

@@ -1,4 +1,4 @@
-// Stashes: what is pushed must come back, and of each call it is known beforehand what it gives.
+// Stashes: pushed bytes must come back, and the test knows beforehand what each call must return.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@ constexpr uint64_t kStashesMax = 3;
 
 // ----------------------------------------------------------------------------- judging, drawing --
 
-// Why a call on a stash may be refused; none: it must be done.
+// The statuses with which a call on a stash may be refused; none: the call must succeed.
 struct Reasons {
   std::set<int32_t> statuses;
   bool certain = true;
@@ -51,7 +51,7 @@ offload_stream_t DrawStream(World& world, offload_context_t context, Reasons& re
   return stream;
 }
 
-// Mostly one that lives, else one that has ended, one of another stash, none, or noise.
+// Usually a live ticket, otherwise one that has ended, one of another stash, none, or noise.
 offload_stash_ticket_t DrawTicket(World& world, StashModel& model, Reasons& reasons) {
   Random& random = world.random;
   offload_stash_ticket_t ticket = random.OneOf<uint64_t>({0, 1, random.Next(), UINT64_MAX});

@@ -1,4 +1,4 @@
-// Steps, waiting for them, and what the library tells about an optimizer.
+// Steps, waits for them, and queries about an optimizer.
 #include <gtest/gtest.h>
 
 #include "calls.h"

@@ -12,7 +12,7 @@
 namespace hybridopt::fault::random_calls {
 namespace {
 
-// In memory where the system has such a place: this is about calls, not about disks.
+// In memory, if the system has such a file system: the test is about calls, not about disks.
 std::string CheckpointParent() {
   constexpr char kInMemory[] = "/dev/shm";
   return std::filesystem::is_directory(kInMemory) ? kInMemory
@@ -50,8 +50,8 @@ void World::MakeCall() {
   call_->make(*this);
 }
 
-// A mistake of the caller's, also while a copy reads the gradient. The thread sanitizer would
-// report that race, which is the caller's.
+// A mistake of the caller, possibly while a copy reads the gradient. The thread sanitizer would
+// report this race of the caller.
 void World::FreeBoundGradient() {
   if (HYBRIDOPT_TSAN) return;
   for (auto& [handle, model] : contexts) {
@@ -198,7 +198,7 @@ ContextModel* World::Find(offload_context_t context) {
 
 namespace {
 
-// Mostly a live one, sometimes NULL, a destroyed one, one of the other kind or noise.
+// Usually a live handle, sometimes NULL, a destroyed one, one of the other kind or noise.
 template <typename Handle, typename Model>
 Handle Pick(World& world, const std::map<Handle, Model>& live, const std::vector<void*>& dead,
             void* other_kind) {

@@ -1,5 +1,5 @@
-// Boxes that share an element: the search is compared with a comparison of all pairs, and its cost
-// is counted, not timed.
+// Boxes that share an element: the result of the search is compared with a comparison of all pairs,
+// and its cost is counted, not timed.
 #include "base/box_overlap.h"
 
 #include <gtest/gtest.h>
@@ -38,8 +38,8 @@ void Shuffle(Items& items, Random& random) {
   for (size_t i = items.size(); i > 1; --i) std::swap(items[i - 1], items[random.Below(i)]);
 }
 
-// Halves boxes at random until there are `count`. None overlap, and any two lie apart in one
-// dimension alone.
+// Halves boxes at random until there are `count`. None overlap; a dimension separates any two of
+// them.
 Boxes Divided(size_t count, uint32_t dimensions, int64_t size, Random& random) {
   Boxes boxes(1);
   for (uint32_t d = 0; d < dimensions; ++d) boxes[0].size[d] = size;
@@ -65,7 +65,7 @@ TEST(Overlap, IsFoundWhereComparingEachWithEachFindsIt) {
     const auto dimensions = static_cast<uint32_t>(1 + random.Below(5));
     const size_t count = 1 + random.Below(200);
     Boxes boxes = Divided(count, dimensions, static_cast<int64_t>(1 + random.Below(30)), random);
-    // Some larger than they should be, some twice, some without elements.
+    // Some boxes are too large, some occur twice, some have no elements.
     while (random.OneIn(2)) {
       Box box = boxes[random.Below(boxes.size())];
       const size_t d = random.Below(dimensions);
@@ -96,7 +96,7 @@ TEST(Overlap, OfTwoAmongManyIsFound) {
     const size_t d = random.Below(dimensions);
     if (random.OneIn(2)) grown.offset[d] -= 1;
     grown.size[d] += 1;
-    // Of the boxes that it reaches into now, one stays.
+    // Of the boxes that it overlaps now, one stays.
     const Box copy = grown;
     bool kept = false;
     std::erase_if(boxes, [&](const Box& box) {
@@ -157,7 +157,7 @@ struct Family {
   Boxes boxes;
 };
 
-// Even ranges of rows, as ZeRO deals them out.
+// Equal ranges of rows, as ZeRO divides them.
 Family Rows(size_t count) {
   Family family{"rows", 2, Boxes(count)};
   for (size_t i = 0; i < count; ++i)
@@ -165,7 +165,7 @@ Family Rows(size_t count) {
   return family;
 }
 
-// The same in any order and in eight dimensions, which all but one have whole.
+// The same in any order and in eight dimensions; the boxes fill all dimensions but one.
 Family RowsOfMany(size_t count, Random& random) {
   Family family{"rows of eight dimensions", 8, Boxes(count)};
   for (size_t i = 0; i < count; ++i) {
@@ -176,7 +176,7 @@ Family RowsOfMany(size_t count, Random& random) {
   return family;
 }
 
-// A grid, as tensor and expert parallelism together deal it out.
+// A grid, as tensor and expert parallelism together divide a tensor.
 Family Grid(size_t count, uint32_t dimensions) {
   Family family{"grid", dimensions, {}};
   const auto side = static_cast<size_t>(
@@ -195,7 +195,7 @@ Family Grid(size_t count, uint32_t dimensions) {
   return family;
 }
 
-// Rods along each of three axes that pass one another: no plane parts many of them.
+// Rods along each of three axes that do not touch: no plane separates many of them.
 Family Rods(size_t count) {
   Family family{"rods", 3, {}};
   const auto side = static_cast<int64_t>(std::sqrt(static_cast<double>(count) / 3));
@@ -243,9 +243,10 @@ std::vector<Family> Families(size_t count) {
   return families;
 }
 
-// 16 times as many boxes would be looked at 16 times as often each, were they compared in pairs.
+// If the search compared pairs, with 16 times as many boxes each box would be compared 16 times as
+// often.
 TEST(Overlap, OfManyBoxesIsNotLookedForInPairs) {
-  constexpr size_t few = 2000;  // fewer boxes say little of how the search grows
+  constexpr size_t few = 2000;  // with fewer boxes the growth does not show
   const std::vector<Family> small = Families(few), large = Families(16 * few);
   for (size_t i = 0; i < small.size(); ++i) {
     const auto looks = [](const Family& family) {
@@ -265,8 +266,8 @@ TEST(Overlap, OfManyBoxesIsNotLookedForInPairs) {
   }
 }
 
-// The boxes of one family are looked for in another one of the same size: a hull that lies apart
-// is looked at once for all that is in it.
+// The boxes of one family are searched in another one of the same size. If a hull is separate, one
+// comparison is enough for all boxes in it.
 TEST(BoxTree, IsNotLookedThroughFromEndToEnd) {
   const auto few = static_cast<size_t>(std::max(200, Scaled(500)));
   const std::vector<Family> small = Families(few), large = Families(16 * few);

@@ -1,6 +1,6 @@
 // Shards of random layouts: tensor, pipeline and data parallel, ZeRO ranges, interleaved and
-// strided boxes, replicas, uneven and empty ones, in one to eight dimensions. Held against brute
-// force.
+// strided boxes, replicas, uneven and empty ones, in one to eight dimensions. The results are
+// compared with brute force.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -87,7 +87,7 @@ TEST(ShardLayoutTest, AllRanksTogetherHoldEachElementOnce) {
   }
 }
 
-// The layouts above are worth something only if all kinds of them come up.
+// The tests above mean something only if all kinds of layouts occur.
 TEST(ShardLayoutTest, TheRandomLayoutsAreOfAllKinds) {
   std::vector<int> dimensions(9), worlds(17);
   int several_boxes = 0, across_boxes = 0, empty = 0, replicas = 0, ranged = 0, empty_boxes = 0;
@@ -272,7 +272,7 @@ TEST_F(MutationTest, ANegativeShape) {
 
 TEST_F(MutationTest, AShapeWhoseProductOverflows) {
   Run([](Piece& piece, size_t at, Random& random) -> std::string {
-    // A zero among them makes any product zero, and that is fine.
+    // A zero among them makes the product zero, which is allowed.
     for (int64_t& extent : piece.shape) extent = std::max<int64_t>(extent, 2);
     if (piece.shape.size() == 1) return "";
     piece.shape[at % piece.shape.size()] =
@@ -303,7 +303,7 @@ TEST(ShardTest, TheLargestShapesCount) {
   EXPECT_EQ(shard.GlobalIndex(1), uint64_t{INT64_MAX} - 1);
 }
 
-// A dimension of nothing makes an empty tensor, however large the others are.
+// A dimension of size 0 makes an empty tensor, even if the others are large.
 TEST(ShardTest, AnEmptyTensorOfHugeExtents) {
   Piece piece;
   piece.shape = {INT64_MAX, 0, INT64_MAX};
@@ -313,7 +313,8 @@ TEST(ShardTest, AnEmptyTensorOfHugeExtents) {
   EXPECT_FALSE(Validated(piece).partial());
 }
 
-// An update takes its time and memory for each stripe and row, so these are as long as can be.
+// An update takes time and memory for each stripe and row, so stripes and rows must be as long as
+// possible.
 TEST(ShardTest, RowsAreJoinedBeyondTheDimensionsThatABoxFills) {
   const auto stripes_of = [](std::vector<int64_t> extents) {
     Piece piece;

@@ -26,7 +26,8 @@ struct Arrays {
   }
 };
 
-// What brute force says of a shard: whether it is legal, and how many elements its boxes hold.
+// The result of brute force for a shard: whether it is legal, and the number of elements in its
+// boxes.
 struct Marked {
   bool legal = true;
   uint64_t count = 0;

@@ -372,7 +372,7 @@ TEST(PlaceOfPciDeviceTest, TakesAddressesAsCudaWritesThem) {
   EXPECT_TRUE(PlaceOfPciDevice("0000:c2:00.0", root.path()).cpus.empty());
 }
 
-// A machine of two nodes; 1000 MiB are free on node 0, 3000 MiB on node 1, cache included.
+// A machine with two nodes; 1000 MiB are free on node 0, 3000 MiB on node 1, including cache.
 void WriteTwoNodesWithMemory(const FakeRoot& root) {
   root.Write("/proc/meminfo", "MemAvailable: 3900000 kB\n");
   root.WriteNodeList("online", "0-1");
@@ -428,7 +428,7 @@ TEST(PinThisThreadTest, SaysWhenTheSystemRefuses) {
   EXPECT_EQ(AllowedCpus(), before);
 }
 
-// What a thread of the library's finds when it begins.
+// The settings that a thread of the library has when it begins.
 struct Inside {
   sigset_t blocked;
   char name[64];

@@ -1,4 +1,4 @@
-// Texts of others, made safe to show.
+// Texts from untrusted sources, made safe to print.
 #include "base/utf8.h"
 
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@ TEST(Printable, EscapesWhatActsOnATerminal) {
       {"\u202egnp.exe", "\\u202egnp.exe"},  // reads "exe.png"
       {"\u2066a\u2069\u200f\u061c", "\\u2066a\\u2069\\u200f\\u061c"},
       {"a\u2028b\u2029\ufeff\u200b", "a\\u2028b\\u2029\\ufeff\\u200b"},
-      {"\U000e0041", "\\U000e0041"},                 // a tag: an A that nobody sees
+      {"\U000e0041", "\\U000e0041"},                 // a tag: an invisible A
       {"\xc3", "\\xc3"},                             // cut off
       {"\xc0\xaf", "\\xc0\\xaf"},                    // not the shortest form
       {"\xed\xa0\x80", "\\xed\\xa0\\x80"},           // half of a surrogate pair

@@ -1,5 +1,5 @@
-// Extents come in their order with their bytes, whenever reads finish, and no block is read over
-// while the caller has it.
+// Extents arrive in their order with their bytes, whatever the order in which reads finish, and no
+// block is overwritten while the caller has it.
 #include "checkpoint/block_reader.h"
 
 #include <gtest/gtest.h>
@@ -42,7 +42,7 @@ class TestFiles : public system::Files {
     return read;
   }
   uint64_t held_offset = UINT64_MAX, failing_offset = UINT64_MAX;
-  uint64_t held_until = 0;  // this number of others have ended
+  uint64_t held_until = 0;  // until this number of other reads has ended
   uint64_t begun = 0, ended = 0;
 
  private:
@@ -99,7 +99,7 @@ TEST_F(BlockReaderTest, ExtentsOfAnyPlaceAndSizeComeInOrder) {
   }
 }
 
-// The first read ends last; the others have filled all the blocks there are by then.
+// The first read ends last; the other reads have filled all other blocks by then.
 TEST_F(BlockReaderTest, AReadThatTakesLongIsWaitedForAndOthersGoOnMeanwhile) {
   std::vector<Extent> extents;
   for (uint64_t i = 0; i < 8; ++i) extents.push_back({0, i * 4096, 4096});
@@ -111,7 +111,7 @@ TEST_F(BlockReaderTest, AReadThatTakesLongIsWaitedForAndOthersGoOnMeanwhile) {
   EXPECT_EQ(files_.ended, 8u);
 }
 
-// What the caller has cannot be read over: there are no more reads than blocks that it has not.
+// The block that the caller has cannot be overwritten: there are no more reads than other blocks.
 TEST_F(BlockReaderTest, ABlockStaysTheCallersUntilTheNextIsAskedFor) {
   std::vector<Extent> extents;
   for (uint64_t i = 0; i < 12; ++i) extents.push_back({0, i * 4096, 4096});
@@ -156,7 +156,7 @@ TEST_F(BlockReaderTest, AFailureComesWithItsExtentAndTheOthersAllTheSame) {
   ExpectBytes(reader.Next(), extents[4]);
 }
 
-// It ends where a unit of the disk ends, so that the read behind it gives nothing.
+// It ends where a unit of the disk ends, so that the next read returns 0 bytes.
 TEST_F(BlockReaderTest, AFileThatWasCutAtAUnitIsToldWithItsEnd) {
   std::filesystem::resize_file(Path(1), 8192);
   const std::vector<Extent> extents = {{1, 4096, 8192}};
@@ -168,7 +168,7 @@ TEST_F(BlockReaderTest, AFileThatWasCutAtAUnitIsToldWithItsEnd) {
             "'" + Path(1) + "' ends at byte 8192, but state reaches to byte 12288");
 }
 
-// The threads that read are the library's: nobody else catches what they throw.
+// The reading threads belong to the library: no other code catches their exceptions.
 TEST_F(BlockReaderTest, AnExceptionIsAFailureOfItsExtent) {
   const std::vector<Extent> extents = {{0, 0, 4096}, {1, 0, 10}, {0, 4096, 10}};
   const BlockReader::Open good = Opening();

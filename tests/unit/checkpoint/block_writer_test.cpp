@@ -1,4 +1,5 @@
-// Blocks end up in the file in the order they were submitted, whenever writes finish.
+// Blocks get into the file in the order in which they were submitted, whatever the order in which
+// writes finish.
 #include "checkpoint/block_writer.h"
 
 #include <gtest/gtest.h>
@@ -54,7 +55,7 @@ TEST(BlockWriterTest, ABlockThatIsFilledStaysTheCallersWhileOthersAreWritten) {
         << "block " << i;
 }
 
-// A disk that is full from some place on.
+// A disk that is full beyond some offset.
 class FullFiles : public system::Files {
  public:
   explicit FullFiles(uint64_t bytes) : bytes_(bytes) {}
@@ -88,7 +89,8 @@ TEST(BlockWriterTest, AWriteThatFailsIsToldByTheNextCallsAndNothingElseIsWritten
           status = block.status();
           if (status.ok()) writer.Submit(kBytes);
         }
-        // There are more pieces than blocks behind the first bad one: Next has told.
+        // After the first failing piece there are more pieces than blocks, so Next must have
+        // returned the failure.
         EXPECT_EQ(status.code(), OFFLOAD_IO_FAILED);
         EXPECT_EQ(status.message(),
                   "could not write '" + path +
@@ -96,7 +98,8 @@ TEST(BlockWriterTest, AWriteThatFailsIsToldByTheNextCallsAndNothingElseIsWritten
                       "save somewhere else");
         EXPECT_EQ(writer.Finish().message(), status.message());
       }
-      // Writes that the failed one has overtaken tell until the writer's threads have ended.
+      // Writes that began before the failed one may still report progress until the writer's
+      // threads have ended.
       EXPECT_LE(told, good * kBytes);
     }
   }
@@ -117,7 +120,7 @@ Status WriteInVain(system::Files& files, const std::function<bool()>& begun) {
   return writer.Finish();
 }
 
-// The threads that write are the library's: nobody else catches what they throw.
+// The writing threads belong to the library: no other code catches their exceptions.
 TEST(BlockWriterTest, AnExceptionIsAFailureOfTheWriter) {
   class ThrowingFiles : public system::Files {
    public:
@@ -167,7 +170,7 @@ TEST(BlockWriterTest, TheLastBlockMayBeShortAndIsFilledUpWithZeros) {
   EXPECT_EQ(content, std::string(2 * 8192 + 4097, 0x55) + std::string(4095, '\0'));
 }
 
-// What has been submitted and not been written is dropped, not waited for.
+// Blocks that were submitted and not yet written are dropped, without a wait.
 TEST(BlockWriterTest, MayBeGivenUpAtAnyTime) {
   const FakeRoot root;
   const std::string path = root.path() + "/file";
@@ -182,12 +185,12 @@ TEST(BlockWriterTest, MayBeGivenUpAtAnyTime) {
       ASSERT_TRUE(writer.Next().ok());
       writer.Submit(4096);
     }
-    ASSERT_TRUE(writer.Next().ok());  // and one that is being filled
+    ASSERT_TRUE(writer.Next().ok());  // and one block is being filled
   }
 }
 
-// A file system that takes O_DIRECT when a file is opened and refuses it when data comes: several
-// calls at once, and more while the first of them ends direct access.
+// A file system that accepts O_DIRECT when a file is opened and refuses it at the first write:
+// several calls at once, and more while the first of them ends direct access.
 class RefusingFiles : public system::Files {
  public:
   int OpenFile(const std::string& path, Open how) override {

@@ -1,5 +1,5 @@
-// The manifest and the shard files' heads: what is written reads back, and whatever breaks a rule
-// is refused with a text that says which.
+// The manifest and the shard files' heads: written ones can be read back, and everything that
+// breaks a rule is refused with a text that names the rule.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -20,7 +20,7 @@ std::string Replaced(std::string text, const std::string& from, const std::strin
 
 constexpr size_t kTailBytes = 28;  // ,"xxh3":"0123456789abcdef"}\n
 
-// The text with a new hash that is right: only an adversary would write this.
+// The text with a new, correct hash, as only an adversary would write it.
 std::string Rehashed(std::string text) {
   text.resize(text.size() - kTailBytes);
   char tail[kTailBytes + 1];
@@ -54,7 +54,7 @@ TEST(ManifestTest, WhatIsWrittenReadsBack) {
   EXPECT_EQ(read.value().params[1].shards[1].shard.range_begin, 13u);
   EXPECT_EQ(read.value().params[2].shards[0].tensors[1].hashes.size(), 2u);
   EXPECT_EQ(read.value().groups[1].lr, 0.002);
-  // What the fields above leave out: the manifest gives the same text when it is written again.
+  // For all other fields: the manifest gives the same text when it is written again.
   EXPECT_EQ(EncodeManifest(read.value()).value(), sample.text);
 }
 
@@ -100,7 +100,7 @@ TEST(ManifestTest, EndsAreCheckedBeforeTheRest) {
                 OFFLOAD_UNSUPPORTED);
 }
 
-// Releases that do not know it read all manifests but those of groups that use it.
+// Releases that do not know the field read all manifests except those with groups that use it.
 TEST(ManifestTest, AFlagThatVersionOneDidNotBeginWithIsWrittenOnlyWhereItIsSet) {
   const std::string key = "\"cautious_weight_decay\"";
   EXPECT_EQ(Sample().text.find(key), std::string::npos);
@@ -380,7 +380,7 @@ TEST(HeadTest, TooMuchTextIsRefusedOnWriting) {
 
 // --- merging ---
 
-// What one rank would tell.
+// The part of one rank.
 Manifest PartOf(const Manifest& whole, uint32_t rank) {
   Manifest part = whole;
   part.files = {whole.files[rank]};
@@ -422,7 +422,7 @@ TEST(MergeTest, PartsBecomeTheWhole) {
   EXPECT_EQ(EncodeManifest(MergeManifests({sample.manifest}).value()).value(), sample.text);
 }
 
-// Only one of the ranks has what needs a later version.
+// Only one of the ranks needs a later version.
 TEST(MergeTest, TheVersionIsTheHighestOfAllParts) {
   HandMade made(OFFLOAD_ADAMW, 2);
   made.manifest.groups = {AdamGroup(0.001, 0.1)};

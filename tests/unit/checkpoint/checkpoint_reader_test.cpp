@@ -1,4 +1,4 @@
-// Opening and verifying a small checkpoint, and every way to damage it.
+// Opens and verifies a small checkpoint, and one with each kind of damage.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -32,7 +32,7 @@ class ReaderTest : public testing::Test {
   std::string PathOf(size_t file) const { return path_ + "/" + sample_.manifest.files[file].name; }
   Result<Reader> Open() const { return Reader::Open(system::SystemFiles(), path_); }
 
-  // Why the checkpoint is refused, by opening or by verifying it; "" if it is not.
+  // The message with which Open or Verify refuses the checkpoint; "" if neither refuses it.
   std::string Refusal() const {
     const Result<Reader> reader = Open();
     if (!reader.ok()) return reader.status().message();
@@ -151,8 +151,8 @@ class CountedFiles final : public system::Files {
   std::atomic<int> open = 0, opened = 0;
 };
 
-// Where a reader may open any number of files, it leaves most of them to others. Files that are
-// read often stay open.
+// A reader that may open any number of files still keeps only a few open, for other users. Files
+// that are read often stay open.
 TEST_F(ReaderTest, AFewFilesStayOpenHoweverManyMayBe) {
   constexpr int kWorld = 100, kStay = 64;
   WriteWithRanks(kWorld, root_.path() + "/large");
@@ -193,7 +193,7 @@ class MemoryFiles final : public system::Files {
     return static_cast<int64_t>(bytes);
   }
 
-  // Why the checkpoint is refused, by opening or by verifying it; "" if it is not.
+  // The message with which Open or Verify refuses the checkpoint; "" if neither refuses it.
   std::string Refusal() {
     const Result<Reader> reader = Reader::Open(*this, "m");
     if (!reader.ok()) return reader.status().message();
@@ -354,7 +354,7 @@ class CountingFiles : public system::Files {
   uint64_t most_bytes = 0;
 };
 
-// A size that a manifest claims is not believed: it costs no disk either.
+// The size of a false manifest is not trusted: not even disk space is used for it.
 TEST_F(ReaderTest, AManifestThatIsLargeAndNoneCostsLittleMemory) {
   constexpr uint64_t kMiB = uint64_t{1} << 20;
   const std::string path = root_.path() + "/step-100";
@@ -365,7 +365,7 @@ TEST_F(ReaderTest, AManifestThatIsLargeAndNoneCostsLittleMemory) {
   EXPECT_EQ(Newest(files, root_.path()).value(), path_);
   EXPECT_LT(files.total_bytes, kMiB);
 
-  // A file that only ends like a manifest is none either.
+  // A file that only ends like a manifest is not accepted either.
   const std::string end = sample_.text.substr(sample_.text.size() - kManifestTailBytes);
   Sample::WriteFile(path + "/manifest.json", std::string(4 * kMiB + 17, ' ') + end);
   CountingFiles others;

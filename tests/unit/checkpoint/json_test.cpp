@@ -1,4 +1,4 @@
-// The JSON reader against nlohmann's parser: what one takes the other takes, and reads the same.
+// The JSON reader against nlohmann's parser: both accept the same texts, and read the same values.
 #include "checkpoint/format/json.h"
 
 #include <gtest/gtest.h>
@@ -74,7 +74,7 @@ TEST(JsonTest, NumbersAgreeWithTheOtherParser) {
     const double number = reader.Number();
     reader.End();
     const auto other = nlohmann::json::parse(text, nullptr, false);
-    // The other parser takes what is too small for zero, ours does not.
+    // The other parser accepts numbers that are too small for a double, ours does not.
     const bool tiny = other.is_number() && !reader.ok() && std::abs(other.get<double>()) < 1e-300;
     if (tiny) continue;
     ASSERT_EQ(reader.ok(), other.is_number()) << text << ": " << reader.error();

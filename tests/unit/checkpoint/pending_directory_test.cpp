@@ -1,5 +1,5 @@
-// Where a checkpoint grows: what gets its name, what is removed, and what locks that do not work
-// change about that.
+// The directory in which a checkpoint grows: what gets the final name, what is removed, and what
+// changes if locks do not work.
 #include "checkpoint/pending_directory.h"
 
 #include <gtest/gtest.h>
@@ -45,7 +45,7 @@ class TestFiles : public system::Files {
   int lock_error = 0, rename_error = 0, sync_error = 0, working_error = 0;
 };
 
-// Locks that reach no other machine: everybody gets one.
+// Locks that reach no other machine: every process gets one.
 class LoneFiles : public TestFiles {
  public:
   int Lock(int) override {
@@ -85,7 +85,7 @@ TEST_F(PendingDirectoryTest, AForkedChildKeepsNoLock) {
     const PendingDirectory pending = Make(files_);
     Put(pending.path(), {kShard});
     if (fork() == 0) {
-      const pid_t child = getpid();  // tells only now, when the child has let go of the lock
+      const pid_t child = getpid();  // reports only now, when the child has released the lock
       alarm(write(told[1], &child, sizeof(child)) == sizeof(child) ? 60 : 1);
       for (;;) pause();
     }
@@ -106,7 +106,7 @@ TEST_F(PendingDirectoryTest, AForkedChildKeepsNoLock) {
   close(told[0]);
 }
 
-// The parent keeps its lock, whatever its children do.
+// The parent keeps its lock, even if its children close theirs.
 TEST_F(PendingDirectoryTest, AParentKeepsItsLockWhenItForks) {
   const PendingDirectory pending = Make(files_);
   const pid_t child = fork();
@@ -142,7 +142,7 @@ TEST_F(PendingDirectoryTest, RemovesWhatASaveHasMadeAndNothingElse) {
 TEST_F(PendingDirectoryTest, WhatACrashLeftIsRemovedAndWhatIsBeingWrittenStays) {
   Put(left_, {kManifest, kShard});
   Put(root_ / ".step-10.saving-0123456789abcdef", {kManifest});  // of another target
-  Put(root_ / ".step-1.saving-0123456789abcdeg", {kManifest});   // of nobody
+  Put(root_ / ".step-1.saving-0123456789abcdeg", {kManifest});   // of no save
   const PendingDirectory first = Make(files_);
   Put(first.path(), {kShard});
   const PendingDirectory second = Make(files_);
@@ -207,7 +207,7 @@ TEST_F(PendingDirectoryTest, WhoseDirectoryIsTakenAwayIsToldAndPublishesNothing)
   EXPECT_EQ(In(target_), Names{kManifest});
 }
 
-// The other way round: between their look and their removal ours gets its name.
+// The opposite case: between another save's check and its removal our directory gets its name.
 TEST_F(PendingDirectoryTest, WhatHasGotItsNameIsNotTakenAway) {
   LoneFiles here, there;
   PendingDirectory ours = Make(here);
@@ -236,7 +236,7 @@ TEST_F(PendingDirectoryTest, WhatIsRemovedBeforeItIsLockedIsMadeAgain) {
 // ----------------------------------------------------------------------------------- publishing --
 
 TEST_F(PendingDirectoryTest, NothingThatHasTheNameIsReplaced) {
-  for (const int error : {0, EINVAL, ENOSYS}) {  // also where only the older call is there
+  for (const int error : {0, EINVAL, ENOSYS}) {  // also if only the older call exists
     files_.rename_error = -error;
     PendingDirectory pending = Make(files_);
     Put(pending.path(), {kManifest});
@@ -302,7 +302,7 @@ TEST_F(PendingDirectoryTest, NamesThatCanNeverWorkAreRefused) {
     EXPECT_EQ(status.code(), OFFLOAD_INVALID_ARGUMENT) << row.text;
     EXPECT_NE(status.message().find(row.text), std::string::npos) << status.message();
   }
-  // What passes can be made.
+  // A path that is accepted can be made.
   for (const std::string& name :
        {std::string(230, 'n'), std::string("n\xc3\xa4me"), std::string("a b"), std::string("a."),
         std::string("slashes//"), std::string("link/behind"), std::string("there//inside/")}) {

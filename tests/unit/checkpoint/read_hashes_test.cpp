@@ -1,4 +1,4 @@
-// A second pass over files finds every bit that is not as the first pass read it.
+// A second pass over files finds every bit that differs from the first pass.
 #include "checkpoint/read_hashes.h"
 
 #include <gtest/gtest.h>

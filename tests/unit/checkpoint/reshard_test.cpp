@@ -89,7 +89,7 @@ TEST(ReshardTest, EverySegmentIsTheSameElementsAndEachWantedOneComesOnce) {
       ASSERT_TRUE(coverage.ok()) << "seed " << seed << ": " << coverage.message();
     }
   }
-  // The layouts are no trivial ones, and rows are not cut into single elements.
+  // The layouts are not trivial, and rows are not cut into single elements.
   EXPECT_GT(segments, elements / 50);
   EXPECT_LT(segments, elements / 2);
 }
@@ -218,7 +218,8 @@ TEST(ReshardTest, LargeTensorsTakeStepsForTheirSegmentsOnly) {
                 ", 1) of the tensor is in none of the 2 stored shards");
 }
 
-// What took minutes, or did not end: thousands of shards, and shards of thousands of boxes.
+// Cases that once took minutes or did not end: thousands of shards, and shards of thousands of
+// boxes.
 TEST(ReshardTest, ManyShardsAreCheckedTogether) {
   const int64_t rows = 3 * Scaled(20'000);
   std::vector<Shard> shards;

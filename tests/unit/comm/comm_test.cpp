@@ -1,4 +1,4 @@
-// Comm: what the caller's table of functions gets, and what becomes of its answers.
+// Comm: the arguments of the caller's functions, and what is done with their results.
 #include "comm/comm.h"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 namespace hybridopt {
 namespace {
 
-// A table that notes its calls and gives the answers of the test.
+// A table that records its calls and returns the values of the test.
 struct FakeRanks {
   offload_comm_t Table() {
     offload_comm_t table{};
@@ -93,7 +93,7 @@ TEST(CommTest, OneSumAndOneMaxWithTheTimeout) {
   EXPECT_EQ(fake.flag, 0);
 }
 
-// A library that adds up may lose a NaN, or make of an Inf what it likes: only the flag tells.
+// A library that computes sums may lose a NaN, or change an Inf: only the flag is reliable.
 TEST(CommTest, ANonFiniteSumTravelsAsAFlagAlone) {
   for (double bad : {kNaN, kInf, -kInf}) {
     FakeRanks fake;
@@ -117,7 +117,7 @@ TEST(CommTest, AnotherRanksFlagIsHeard) {
   EXPECT_FALSE(finite);
 }
 
-// Each rank's sum is finite, all of them together are not: every rank sees it alike.
+// Each rank's sum is finite, but their total is not: every rank gets the same result.
 TEST(CommTest, ASumThatOverflowsIsNotFinite) {
   FakeRanks fake;
   fake.others_sum = std::numeric_limits<double>::max();
@@ -163,7 +163,7 @@ TEST(CommTest, FailuresNameRankAndCall) {
   }
 }
 
-// The thread that destroys has gone on meanwhile, and the caller may have freed its memory.
+// The destroying thread has gone on meanwhile, and the caller may have freed its memory.
 TEST(CommTest, ACallThatWasGivenUpHasFailedWhateverItReturns) {
   FakeRanks fake;
   const Comm comm(fake.Table(), 1);

@@ -46,7 +46,7 @@ std::unique_ptr<Device> MakeSim(uint64_t memory_bytes = 1 << 20, uint64_t seed =
   return std::move(device.value());
 }
 
-// Holds up a stream until it is opened.
+// Blocks a stream until it is opened.
 struct Gate {
   std::atomic<uint64_t> flag{0};
 
@@ -426,7 +426,7 @@ TEST(SimStream, AFullQueueBlocksTheCallerAndRecovers) {
     }
   });
   while (queued < 1023) std::this_thread::yield();
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // time to do wrong in
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // time for a wrong order to show
   EXPECT_EQ(queued, 1023);
   EXPECT_EQ(ran, 0);
   gate.Open();
@@ -581,8 +581,9 @@ TEST(SimEvent, KeepsTheTimeOfItsLatestRecord) {
   EXPECT_EQ(device->Elapsed(begin, event).value(), elapsed);
 }
 
-// Carries a pattern through device memory on two streams: `up` brings it there as soon as `gate`
-// opens, `down` takes it back, ordered by one wait, or by none. True if all of it arrived.
+// Copies a pattern through device memory on two streams: `up` copies it to the device when `gate`
+// opens, `down` copies it back, ordered by one wait, or by none. Returns true if the whole pattern
+// arrives.
 enum class Order { kEvent, kFlag, kNone };
 
 bool Arrives(uint64_t seed, Order order) {
@@ -605,7 +606,7 @@ bool Arrives(uint64_t seed, Order order) {
   if (order == Order::kFlag) waited = device->StreamWaitFlag(down, &flag, 7);
   EXPECT_TRUE(Ok(waited));
   EXPECT_TRUE(Ok(device->CopyToHost(down, back.data(), data, kBytes)));
-  // Nothing holds `down` back where it does not wait: it is let finish first.
+  // Without a wait nothing delays `down`, so it may finish first.
   if (order == Order::kNone) {
     EXPECT_TRUE(Ok(device->Synchronize(down, -1)));
   }
@@ -649,7 +650,7 @@ TEST(SimFailure, UseAfterFreeFailsTheDeviceLaterAndForGood) {
   std::snprintf(address, sizeof(address), "%p", static_cast<void*>(data));
   const std::vector<std::string> cause = {"CopyToHost on stream \"down\"", "64 bytes at", address,
                                           "freed"};
-  // Else `other` would be waited for without an end.
+  // Otherwise the wait for `other` would never end.
   ASSERT_TRUE(Fails(device->Wait(event, -1), OFFLOAD_DEVICE_FAILED, cause));
   EXPECT_EQ(ran, 0);
   EXPECT_EQ(back, std::vector<char>(64, 'o'));
@@ -701,7 +702,8 @@ TEST(SimFailure, FreeWorksOnAFailedDevice) {
   EXPECT_EQ(device->Memory().value().free_bytes, 4096u);
 }
 
-// Everything a command can name, on a device of its own, so that one failure does not hide another.
+// All objects that a command can name, on a device of its own, so that one failure does not hide
+// another.
 struct Arrays {
   Arrays() : device(MakeSim()) {
     for (float** array : {&grad, &param, &master, &moment0, &moment1}) {
@@ -858,7 +860,8 @@ TEST(SimFailure, AForkedChildLeavesTheThreadsAlone) {
   std::atomic<int> ran{0};
   gate.Close(*device, stream);
   ASSERT_TRUE(Ok(device->Run(stream, Increment, &ran)));
-  // In the child an idle thread would still count as a waiter: destroying what it waits on hangs.
+  // In the child an idle thread would still count as a waiter, and destroying the object for which
+  // it waits would hang.
   MakeStream(*device, "idle");
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   const pid_t child = fork();

@@ -1,6 +1,6 @@
-// What every device with memory of its own promises about updates in other state layouts than fp32:
-// the bits of the specification, wherever the arrays start, whatever the elements' order in their
-// tensor is, and whatever comes in one launch.
+// The promises of every device with memory of its own about updates in state layouts other than
+// fp32: the bits of the specification, for any alignment of the arrays, any order of the elements
+// in their tensor, and any set of updates in one launch.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -35,8 +35,8 @@ std::string Text(const SpanTypes& types) {
          " gradient, " + DtypeName(types.param_dtype) + " param";
 }
 
-// Where elements lie in their tensor: one run, runs that cross 2^32, and rows of every length
-// against a quad and a tile.
+// The places of elements in their tensor: one run, runs that cross 2^32, and rows of every length
+// compared with a quad and a tile.
 constexpr ElementOrder kOrders[] = {
     {},
     {.first = 12'345},
@@ -52,7 +52,7 @@ constexpr ElementOrder kOrders[] = {
      .row_stride = uint64_t{1} << 34,
      .column = (uint64_t{1} << 33) - 777}};
 
-// Elements of all kinds, zeros too, which over halves of masters are what others have written;
+// Elements of all kinds, including zeros, which other code has written over halves of masters;
 // not_finite: NaN and infinity among them.
 std::vector<std::byte> Numbers(int32_t dtype, uint64_t count, bool positive, bool not_finite,
                                Random& random) {
@@ -76,7 +76,7 @@ std::vector<std::byte> Numbers(int32_t dtype, uint64_t count, bool positive, boo
   return array;
 }
 
-// Updates on the device beside the same by the specification.
+// Updates on the device, compared with the same updates by the specification.
 class Updates {
  public:
   Updates(Device& device, Rule rule, uint64_t seed) : device_(device), rule_(rule), random_(seed) {}
@@ -114,7 +114,7 @@ class Updates {
                  has_moment1 ? moment1.host_data() : nullptr, count, rounding, order});
   }
 
-  // Launches them all at once and says what differs.
+  // Launches them all at once and returns the differences.
   std::string Difference() {
     auto* const verdict = Upload(device_, std::vector<Verdict>{{1.0, 1.0, kGradFactor, 0}});
     EXPECT_TRUE(Ok(device_.Update(nullptr, {rule_, updates_, kCoefficients, verdict})));
@@ -150,7 +150,7 @@ constexpr Rounding kStochastic = {.stochastic = true, .key0 = 0x12345678, .key1 
 constexpr Rounding kBoth = {
     .stochastic = true, .ties_away = true, .key0 = 0xfedcba98, .key1 = 0x76543210};
 
-// All that make a difference.
+// All settings that make a difference.
 std::vector<Rounding> RoundingsOf(const SpanTypes& types) {
   std::vector<Rounding> roundings = {kNearest};
   const FormatRow& masters = RowOf(types.formats.master);
@@ -199,7 +199,7 @@ TEST_P(PortLayoutsTest, RandomBitsFollowTheElementsOrder) {
   }
 }
 
-// Whatever the layouts, dtypes, roundings and orders are, and in whatever order they come.
+// Any mixture of layouts, dtypes, roundings and orders, in any sequence.
 TEST_P(PortLayoutsTest, AllKindsGoInOneLaunch) {
   auto device = Make();
   Random random(3);

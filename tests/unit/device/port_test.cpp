@@ -1,4 +1,4 @@
-// What every device with memory of its own promises alike: streams, events, flags, and kernels that
+// The promises of every device with memory of its own: streams, events, flags, and kernels that
 // give the host's bits.
 #include <gtest/gtest.h>
 
@@ -25,7 +25,7 @@ class PortTest : public AcceleratorTest {};
 INSTANTIATE_TEST_SUITE_P(Devices, PortTest, testing::ValuesIn(AcceleratorsUnderTest()),
                          [](const auto& info) { return std::string(DeviceText(info.param)); });
 
-// Holds up a stream until it is opened; at the latest when it goes.
+// Blocks a stream until it is opened, or until this object is destroyed.
 class Gate {
  public:
   explicit Gate(Device& device) : device_(device) {
@@ -108,7 +108,7 @@ TEST_P(PortTest, RecordingAgainDoesNotMoveWhoWaitsAlready) {
   first_gate.Open();
   EXPECT_TRUE(Ok(device->Synchronize(waiter, -1)));  // the second gate is still closed
 
-  // The other way round: a later record that is reached does not release who waits for an older.
+  // The opposite case: a later record that is reached does not release a wait for an older one.
   Gate third_gate(*device);
   third_gate.Close(first);
   ASSERT_TRUE(Ok(device->Record(event, first)));
@@ -245,9 +245,9 @@ TEST_P(PortTest, AnUpdateGivesTheBitsOfTheHostKernelOrNone) {
 
 // ----------------------------------------------------------------------------- every last bit --
 
-// Spans long enough for every path through a device's kernel: whole tiles, vectors, what is left of
-// them, and arrays that no vector can start at. The numbers are of every magnitude, so quotients
-// and roots are denormal and infinite too.
+// Spans that are long enough for every path through a device's kernel: whole tiles, vectors, the
+// rest after them, and arrays that are not aligned for vectors. The numbers are of every magnitude,
+// so some quotients and roots are denormal or infinite.
 TEST_P(PortTest, UpdatesGiveTheBitsOfTheSpecification) {
   auto device = Make();
   Random random(7);
@@ -304,8 +304,8 @@ TEST_P(PortTest, UpdatesGiveTheBitsOfTheSpecification) {
   }
 }
 
-// Every bf16 and fp16 number, NaNs included, beside masters that are anything: 0, whatever rounds
-// to the param or nearly does, any bits. Arrays start at no multiple of a vector.
+// Every bf16 and fp16 number, NaNs included, with various masters: 0, numbers that round to the
+// param or nearly do, and random bits. Arrays start at no multiple of a vector.
 TEST_P(PortTest, MastersFollowEveryHalf) {
   auto device = Make();
   std::vector<uint16_t> halves(1 + 65536);
@@ -462,7 +462,8 @@ TEST_P(PortTest, RefusesWhatItCannotAllocateOrFree) {
   EXPECT_TRUE(Ok(device->Free(nullptr)));
 }
 
-// What stays keeps its bits and its address; what comes and goes is the device's memory.
+// Memory that stays keeps its bits and its address; memory that is added and removed is the
+// device's.
 TEST_P(PortTest, AWindowGrowsAndShrinksAtOneAddress) {
   auto device = Make();
   constexpr uint64_t kRange = uint64_t{16} << 20;
@@ -527,7 +528,7 @@ TEST_P(PortTest, PinnedMemoryIsPinnedOnce) {
   device->UnpinHost(host.data());
 }
 
-// Copies of pinned memory are queued; the stream's order holds them together.
+// Copies of pinned memory are queued; the stream keeps their order.
 TEST_P(PortTest, CopiesOfPinnedMemoryAreQueued) {
   auto device = Make();
   StreamHandle stream = MakeStream(*device, "copies");

@@ -1,4 +1,4 @@
-// Compares the rows of kernels/algorithms.h with what the code that reads them does.
+// Compares the rows of kernels/algorithms.h with the code that reads them.
 #include "kernels/algorithms.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@
 namespace hybridopt {
 namespace {
 
-// Every number of a group that the algorithm reads, as large as all of them may be.
+// A group in which every number that the algorithm reads has its largest allowed value.
 offload_group_t GroupOf(const Algorithm& row) {
   offload_group_t group{};
   group.struct_size = sizeof(group);

@@ -1,5 +1,5 @@
-// Coefficients and formulas: against tables of values worked out by hand, and the updates of a
-// thousand steps against the textbook formulas in double.
+// Coefficients and formulas: compared with tables of values computed by hand, and the updates of a
+// thousand steps compared with the textbook formulas in double.
 #include "kernels/coefficients.h"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 #include "../../random.h"
 #include "kernels/kernels.h"
 
-// Tables leave out what is zero.
+// Tables leave out zeros.
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 
 namespace hybridopt {
@@ -133,7 +133,7 @@ void Step(const KernelTable& kernels, int32_t algorithm, const offload_group_t& 
   kernels.Update(rule, OFFLOAD_FP32, OFFLOAD_FP32)(MakeCoefficients(algorithm, group, step), span);
 }
 
-// One step, from what an earlier row or the first step begins with.
+// One step, from the state of an earlier row or of the start.
 struct HandRow {
   int32_t algorithm;
   offload_group_t group;
@@ -141,7 +141,7 @@ struct HandRow {
   float grad;
   Param before;
   Param after;
-  float within = 0.0f;  // how far the weight may be off
+  float within = 0.0f;  // the allowed error of the weight
 };
 
 constexpr offload_group_t kAdamW = {
@@ -224,7 +224,7 @@ TEST(ByHand, StepsAreWhatTheTableSays) {
   }
 }
 
-// Where the caller has vouched for a gradient that is NaN, the weights show it.
+// If the caller has guaranteed that gradients are finite and one is NaN, the weights become NaN.
 TEST(ByHand, SignumKeepsNan) {
   const auto expect_nan = [&](const KernelTable& table) {
     Param param = {.weight = 4.0f};
@@ -304,8 +304,8 @@ double RelativeRms(const std::vector<double>& got, const std::vector<double>& ex
   return std::sqrt(error / size);
 }
 
-// Weights are set to a small value before each step, so that the test reads what a step subtracts
-// with little rounding while the moments go on.
+// Weights are set to a small value before each step, so that the update can be read with little
+// rounding, while the moments continue.
 void ExpectThousandSteps(int32_t algorithm, const offload_group_t& group,
                          const KernelTable& kernels) {
   constexpr uint64_t kCount = 499;

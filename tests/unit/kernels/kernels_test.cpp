@@ -1,5 +1,5 @@
-// Every SIMD kernel against the scalar specification, bit by bit; the specification itself against
-// independent arithmetic is in coefficients_test.cpp and at the end of this file.
+// Every SIMD kernel is compared with the scalar specification, bit by bit. The specification itself
+// is compared with independent arithmetic in coefficients_test.cpp and at the end of this file.
 #include "kernels/kernels.h"
 
 #include <gtest/gtest.h>
@@ -84,7 +84,7 @@ std::vector<uint8_t> Narrow(const std::vector<float>& values, int32_t dtype) {
   return bytes;
 }
 
-// Values as training has them, mixed with the awkward ones: signed zeros, denormals, huge ones.
+// Values as in training, mixed with awkward ones: signed zeros, denormals, huge numbers.
 std::vector<float> AwkwardValues(uint64_t count, uint64_t seed, float scale, float max) {
   Random random(seed);
   std::vector<float> values(count);
@@ -165,7 +165,7 @@ std::string Describe(const KernelTable& table, const Kind& kind, uint64_t count)
          " count " + std::to_string(count);
 }
 
-// All bits an update leaves behind, those of the array a rule does not have included.
+// All bits after an update, including those of an array that the rule does not use.
 struct Outputs {
   std::vector<uint8_t> param;
   std::vector<uint8_t> state;
@@ -173,7 +173,7 @@ struct Outputs {
 };
 
 struct Layout {
-  uint64_t shift = 0;     // elements that every array starts past a 64-byte boundary
+  uint64_t shift = 0;     // the offset of every array from a 64-byte boundary, in elements
   bool in_place = false;  // fp32 param and master are one array
   uint64_t split = 0;     // the first `split` elements are updated in a call of their own
 };
@@ -412,8 +412,8 @@ TEST(Update, CautiousWeightDecayDiffersOnlyWhereSignsDiffer) {
   for (const size_t i : {7, 8}) EXPECT_LT(std::fabs(got[i]), 1.0f) << "no update, but decay";
 }
 
-// The same bits on every machine, from every compiler and in every release: a change here is a
-// change of the numbers users get.
+// The same bits on every machine, with every compiler and in every release: a change here changes
+// the numbers that users get.
 TEST(Update, BitsArePinned) {
   const PinnedSeed pinned;
   constexpr uint64_t kCount = 1000;
@@ -758,8 +758,8 @@ TEST(Accumulate, SignedZerosAndWhatIsNotFinite) {
 
 // ------------------------------------------------------------------------------ follow params
 
-// Params that are their masters, rounded to even or, in bf16, away from zero, and in between some
-// that other code has written.
+// Params that are their rounded masters (to even or, in bf16, away from zero), and some params that
+// other code has written.
 std::vector<uint8_t> PartlyWritten(const std::vector<float>& masters, int32_t dtype,
                                    Random& random) {
   std::vector<uint8_t> params = Narrow(masters, dtype);
@@ -936,7 +936,8 @@ TEST_F(Select, WhatTheKernelSaysTheCpuHasIsThere) {
   EXPECT_EQ(got, expected);
 }
 #elif defined(__aarch64__) && defined(__linux__)
-// Vectors longer than NEON's go first, those of its length last, those of odd lengths nowhere.
+// Longer vectors than NEON's have precedence, vectors of NEON's length come last, odd lengths are
+// not used.
 TEST_F(Select, WhatTheKernelSaysTheCpuHasIsThere) {
   std::vector<std::string> expected = {"neon"};
   const uint64_t bytes = system::SveVectorBytes();

@@ -1,6 +1,6 @@
-// Split and 24-bit masters and bf16 moments: every SIMD kernel against the scalar specification,
-// bit by bit; the specification against fp32 masters, bit by bit; and what rounding at random
-// promises.
+// Split and 24-bit masters and bf16 moments: every SIMD kernel is compared with the scalar
+// specification, and the specification with fp32 masters, bit by bit; and the promises of rounding
+// at random are tested.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -243,8 +243,8 @@ TEST(StateLayouts, EveryCountAndAddressHasReferenceBits) {
   }
 }
 
-// A NaN whose lower bits would carry into its sign if it were rounded as a number. One alone: of
-// two in one operation the processor chooses.
+// A NaN whose lower bits would carry into its sign if it were rounded as a number. Only one NaN in
+// an operation: with two, the processor chooses which one is the result.
 TEST(StateLayouts, OneNanHasReferenceBits) {
   constexpr uint64_t kCount = 70;
   for (const Kind& kind : AllKinds()) {
@@ -336,8 +336,8 @@ TEST(SplitMasters, HalvesJoinToTheNumberTheyCameFrom) {
   }
 }
 
-// What others write over masters with any lower half is what the step goes on from, and one with
-// lr 0 leaves zeros zero.
+// Numbers that other code writes over the params of split masters, whatever the lower halves are,
+// are the start of the next step; and a step with lr 0 leaves zeros zero.
 TEST(SplitMasters, ZerosThatOthersWriteStayZeros) {
   constexpr uint64_t kCount = 131;
   Coefficients still = AnyCoefficients();
@@ -363,7 +363,7 @@ TEST(SplitMasters, ZerosThatOthersWriteStayZeros) {
   }
 }
 
-// Whatever happens in 50 steps, masters are those of the fp32 layout.
+// After each of 50 steps with all kinds of numbers the masters are those of the fp32 layout.
 TEST(SplitMasters, MastersHaveTheBitsOfFp32Masters) {
   for (int32_t rule = 0; rule < kRuleCount; ++rule) {
     for (const bool bf16 : {false, true}) {
@@ -388,7 +388,7 @@ TEST(SplitMasters, MastersHaveTheBitsOfFp32Masters) {
           ASSERT_EQ(a.param.at<uint16_t>(i), tie ? up : b.param.at<uint16_t>(i));
         }
       }
-      ASSERT_FALSE(a.param == start.param);  // it did learn
+      ASSERT_FALSE(a.param == start.param);  // the step changed it
     }
   }
 }
@@ -451,7 +451,8 @@ TEST(MastersOf24Bits, AreRoundedAtRandomUpAsOftenAsTheLostBitsSay) {
     EXPECT_TRUE(std::isnan(Split24::Keep(OfBits(nan), true, 0xFF)));
 }
 
-// Where rounding to 24 bits comes to a tie of the param, param and byte must agree on the way.
+// If rounding to 24 bits gives a tie of the param, param and byte must be rounded in the same
+// direction.
 TEST(MastersOf24Bits, ArraysOfParamsAndBytesFitEachOther) {
   std::vector<float> values;
   for (const uint32_t high : {0x3F80u, 0xBF81u, 0x0000u, 0x7F7Fu})
@@ -488,7 +489,7 @@ TEST(MastersOf24Bits, AreFp32MastersRounded) {
         ASSERT_EQ(a.param.at<uint16_t>(i), Fp32ToBf16TiesAway(kept));
       }
       ASSERT_TRUE(a.moment0 == b.moment0 && a.moment1 == b.moment1);
-      ASSERT_FALSE(a.param == start.param);  // it did learn
+      ASSERT_FALSE(a.param == start.param);  // the step changed it
     }
   }
 }
@@ -596,8 +597,8 @@ TEST(StochasticRounding, BitsAreUniformAndIndependent) {
   }
 }
 
-// The bits that masters are rounded with are uniform, also where those of a moment are known: of
-// moment0 exactly so, of moment1 as draws show.
+// The bits with which masters are rounded are uniform, even for known bits of a moment: for moment0
+// exactly, for moment1 as random draws show.
 TEST(StochasticRounding, BitsOfMastersTellNothingOfTheMoments) {
   for (const uint32_t lower : {0u, 1u, 0x1234u, 0x8000u, 0xFFFFu}) {
     std::vector<uint64_t> counts(256);
@@ -664,7 +665,7 @@ TEST(StochasticRounding, CountersThatPassTheirLowerHalfHaveReferenceBits) {
   }
 }
 
-// Up as often as the discarded bits say: the mean is the number.
+// A number is rounded up as often as the discarded bits require: the mean is the number.
 TEST(StochasticRounding, IsUnbiased) {
   constexpr uint64_t kCount = 1 << 18;
   for (uint32_t lost : {1u, 0x1000u, 0x4000u, 0x8000u, 0xC000u, 0xFFFFu}) {
@@ -700,8 +701,8 @@ TEST(StochasticRounding, KeepsZerosInfinitiesAndNans) {
   }
 }
 
-// A second moment that grows by less than half a bf16 step per update: at random it follows the
-// double, to nearest it stands still. That is why random is the default.
+// A second moment that grows by less than half a bf16 step per update: rounded at random it follows
+// the double, rounded to nearest it never changes. Therefore random rounding is the default.
 constexpr StateFormats kBf16Moments = {Format::kFp32, Format::kBf16, Format::kBf16};
 
 TEST(StochasticRounding, SmallChangesAreNotLost) {

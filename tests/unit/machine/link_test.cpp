@@ -1,4 +1,4 @@
-// Who goes first on the link, on a device that ends prefetches when a test says so.
+// The order of copies on the link, on a device that ends prefetches when a test says so.
 #include "machine/link.h"
 
 #include <gtest/gtest.h>
@@ -15,8 +15,8 @@ namespace {
 
 constexpr int64_t kLongNs = 120'000'000'000;
 
-// A prefetch waits for two events, which are reached at the looks of these numbers, and ends at a
-// third one. A look asks about all prefetches that have not ended; looks count from 0.
+// A prefetch waits for two events, which are reached at the checks with these numbers; at a third
+// one it ends. One check asks about all prefetches that have not ended; checks count from 0.
 class ScriptedDevice final : public ForwardingDevice {
  public:
   static constexpr int kNever = 1 << 30;
@@ -62,7 +62,7 @@ struct LinkTest : public testing::Test {
     link->AddRoom(16);
     user = std::make_unique<LinkUser>(*link);
   }
-  // On a stream of its own, or the one of that number.
+  // On a stream of its own, or on the stream with that number.
   uint64_t Prefetch(size_t number, uint64_t bytes) { return Prefetch(number, bytes, number); }
   uint64_t Prefetch(size_t number, uint64_t bytes, size_t stream) {
     return link->PrefetchQueued({reinterpret_cast<StreamHandle>(stream + 1),
@@ -92,7 +92,7 @@ TEST_F(LinkTest, WaitsUntilWhatIsUnderWayHasEnded) {
   user->GiveWay(100);  // it is known to have ended
   EXPECT_EQ(device->looks(0), 5);
   EXPECT_EQ(user->gave_way_copies(), 1u);
-  link->PrefetchEnded(device->end(0));  // nor does this find it
+  link->PrefetchEnded(device->end(0));  // then this does not find it
 }
 
 // The caller's stream may be waiting for this very step, and a copy to the host for the stream.
@@ -123,13 +123,13 @@ TEST_F(LinkTest, OfOneStreamTheFirstThatHasNotEndedIsEnough) {
   for (size_t i = 0; i < 3; ++i) Prefetch(i, 10, 0);
   user->GiveWay(100);
   EXPECT_EQ(device->looks(0), 3);
-  EXPECT_EQ(device->looks(1), 2);  // from the third look on
-  EXPECT_EQ(device->looks(2), 1);  // from the fourth one on
+  EXPECT_EQ(device->looks(1), 2);  // from the third check on
+  EXPECT_EQ(device->looks(2), 1);  // from the fourth check on
   EXPECT_EQ(user->gave_way_copies(), 1u);
 }
 
-// One prefetch follows the other without an end: a copy goes on when three times its bytes have
-// gone first, so a step has a quarter of the link.
+// Prefetches follow each other without an end: a copy goes on when three times its bytes have gone
+// first, so a step has a quarter of the link.
 TEST_F(LinkTest, NoStepStarves) {
   for (const auto& [bytes, passed] : {std::pair<uint64_t, int>{1, 1}, {33, 1}, {34, 2}, {66, 2}}) {
     SCOPED_TRACE(bytes);
@@ -187,7 +187,7 @@ TEST_F(LinkTest, CountsWhatStandsAhead) {
   EXPECT_EQ(Prefetch(2, 10), 7u);
   user->QueuedUp(50);
   EXPECT_EQ(Prefetch(3, 10), 57u);
-  user.reset();  // with a copy of which nobody has seen the end
+  user.reset();  // with a copy that is not known to have ended
   EXPECT_EQ(Prefetch(4, 10), 7u);
 }
 

@@ -1,4 +1,4 @@
-// Numbers for tickets: none is given twice, and each owner knows its own.
+// Numbers for tickets: none is given out twice, and each owner recognizes its own.
 #include "machine/ticket_numbers.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// The order of queued work, its failure, and who waits.
+// The order of queued work, its failures, and waits for it.
 #include "machine/timeline.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ Status AwaitIssued(Timeline& timeline, uint64_t sequence, uint64_t mark) {
   return timeline.AwaitIssued(sequence, mark, [] { return Status(); });
 }
 
-// A timeline whose pieces wait for permits, and fail where told.
+// A timeline whose pieces wait for permits of the test, and fail if the test says so.
 class Line {
  public:
   Line()
@@ -505,8 +505,8 @@ TEST(Timeline, TheCauseThatIsToldIsTheFirstFailure) {
   EXPECT_NE(text.find("broken at 7"), std::string::npos) << text;
 }
 
-// After a thread has been told of a failure that concerns more than a save, its next call gives
-// POISONED, and not the status of the failed device.
+// After a thread has got the error of a failure that concerns more than a save, its next call
+// returns POISONED, and not the status of the failed device.
 TEST(Timeline, PoisonIsThereBeforeAWaiterIsTold) {
   Line line;
   line.holding = line.reporting = 1;

@@ -42,7 +42,7 @@ PageWish Wish(const Numa& numa, PagePolicy policy, std::vector<uint32_t> nodes) 
 
 void AddAll(const Arena& arena, NodeBytes* sum) { arena.AddNodeBytes(0, arena.bytes(), sum); }
 
-// What has been discarded is zero again when it comes back; what was kept keeps its bits.
+// Discarded memory is zero when it comes back; other memory keeps its bits.
 TEST(ArenaTest, ReservedAddressesAreBackedAndDiscarded) {
   Arena arena = std::move(Arena::Reserve(8 * kMiB).value());
   ASSERT_TRUE(arena.Back(kMiB, 8 * kMiB).ok());
@@ -53,7 +53,7 @@ TEST(ArenaTest, ReservedAddressesAreBackedAndDiscarded) {
   ASSERT_TRUE(arena.Back(2 * kMiB, 3 * kMiB).ok());
   EXPECT_EQ(arena.data()[2 * kMiB], std::byte{0});
   EXPECT_EQ(arena.data()[8 * kMiB - 1], std::byte{0x5a});
-  // The pages that a range shares with what stays are kept.
+  // Pages that a range shares with other memory are kept.
   arena.Discard(2 * kMiB, 3 * kMiB + 10);
   EXPECT_EQ(arena.data()[3 * kMiB], std::byte{0x5a});
 }
@@ -182,7 +182,7 @@ TEST(ArenaNodeBytes, OfARangeCountItsBytesOnly) {
   EXPECT_EQ(sum.on_node[1], page);
 }
 
-// A sample in step with the turns would find all pages on one node.
+// A sample at the distance of the interleaving would find all pages on one node.
 TEST(ArenaNodeBytes, OfALargeArenaAreASample) {
   const FakeNuma fake(0b1111);
   for (const uint64_t factor : {2, 4, 31}) {

@@ -1,4 +1,4 @@
-// What is asked of the kernel for a context's memory, on machines that a fake libnuma makes up.
+// The requests to the kernel for a context's memory, on machines that a fake libnuma simulates.
 #include "memory/numa_policy.h"
 
 #include <gtest/gtest.h>
@@ -97,7 +97,8 @@ TEST(NumaPolicyTest, InterleavedMemoryGoesToAllNodesAskedForThatHaveSome) {
   }
 }
 
-// The choice falls back to memory near the threads, and further down from there; each is told.
+// The choice falls back to memory near the threads, and from there further; each fall-back has a
+// note.
 TEST(NumaPolicyTest, WhatCannotBeInterleavedLiesNearTheThreads) {
   const FakeNuma fake(0b0101);
   const NumaPolicy wishes = ChooseNumaPolicy(Interleaved({0, 1, 3}), fake.result());

@@ -1,4 +1,4 @@
-// libnuma: the system's own where there is one, and libraries that stand for it (fake_numa.c).
+// libnuma: the system's own if there is one, and libraries that replace it (fake_numa.c).
 #include "memory/numa.h"
 
 #include <gtest/gtest.h>

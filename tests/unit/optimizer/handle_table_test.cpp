@@ -1,4 +1,4 @@
-// Handles are numbers, not pointers: nothing wrong is ever followed.
+// Handles are numbers, not pointers: a wrong handle is never dereferenced.
 #include "optimizer/handle_table.h"
 
 #include <gtest/gtest.h>

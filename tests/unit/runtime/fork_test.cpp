@@ -1,4 +1,5 @@
-// A child of fork has none of its parent's threads: what it inherits must refuse, not hang.
+// A child of fork has none of its parent's threads: inherited objects must refuse calls, and not
+// hang.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -19,7 +20,8 @@ constexpr char kRefusal[] =
     "this process was forked after its worker pool was made, and threads do not survive fork: make "
     "a new context in the child";
 
-// What a child does with a pool it inherited; exits 0 if it is refused. A hang ends in SIGALRM.
+// The calls of a child on an inherited pool; it exits with 0 if they are refused. A hang ends in
+// SIGALRM.
 [[noreturn]] void UseAndDestroyInChild(std::unique_ptr<WorkerPool>& pool) {
   alarm(30);
   bool touched = false;

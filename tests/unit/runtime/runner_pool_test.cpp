@@ -1,5 +1,5 @@
 // Turns of many tasks on few threads: in order, one at a time for each task, and no task waits for
-// what another one waits for.
+// something that only another task waits for.
 #include "runtime/runner_pool.h"
 
 #include <gtest/gtest.h>
@@ -116,7 +116,7 @@ TEST(RunnerPoolTest, OneRunnerRunsTheTurnsOfTasksThatDoNotWait) {
   EXPECT_EQ(pool.runners(), 1u);
 }
 
-// The turn of each task waits until that of the next one has come.
+// The turn of each task waits until the turn of the next task has begun.
 void WaitForTheNext(RunnerPool& pool, uint32_t count) {
   std::deque<std::atomic<bool>> ran(count);
   std::deque<FunctionTask> tasks;

@@ -80,7 +80,7 @@ TEST_F(SlabPoolTest, TheOppositeOrderKeepsNeighboursTogether) {
   }
 }
 
-// In any order the free slabs are enough for as many as there are, and nobody gets another's.
+// In any order of frees, all free slabs can be taken, and no slab is given out twice.
 TEST_F(SlabPoolTest, AnyOrderLeavesNoFragments) {
   SlabPool pool = Pool(kPieceSlabs + 3);
   std::vector<SlabChain> chains;

@@ -1,4 +1,4 @@
-// How far a save has read, and who waits for it.
+// How far a save has read, and waits for it.
 #include "state/capture.h"
 
 #include <gtest/gtest.h>
@@ -18,8 +18,8 @@ class CaptureTest : public testing::Test {
     capture_.SetLastArray(2, 3000, 2);
   }
 
-  // Calls something on another thread. It must not return before the position is reached, and must
-  // then.
+  // Makes a call on another thread. The call must not return before the position is reached, and
+  // must return then.
   template <typename Wait>
   void ReturnsAt(uint64_t position, Wait&& wait) {
     std::atomic<bool> returned = false;
@@ -73,7 +73,7 @@ TEST_F(CaptureTest, WhatIsBorrowedIsGivenBackWhenItHasBeenRead) {
   EXPECT_TRUE(capture_.has_read_borrowed());
 }
 
-// A save that fails reads nothing any more either.
+// A save that has failed reads nothing any more.
 TEST_F(CaptureTest, EveryoneIsLetGoAtTheEnd) {
   capture_.SetBorrowedEnd(2000);
   std::thread waiter([this] {
@@ -85,7 +85,7 @@ TEST_F(CaptureTest, EveryoneIsLetGoAtTheEnd) {
   EXPECT_TRUE(capture_.has_read_borrowed());
 }
 
-// The waiter may miss the moment, but never the position.
+// The waiter may miss the notification, but never the position.
 TEST_F(CaptureTest, NoPositionIsMissed) {
   constexpr uint64_t kPositions = 20'000;
   std::atomic<uint64_t> asked = 0;

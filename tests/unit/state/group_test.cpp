@@ -1,4 +1,4 @@
-// Which hyperparameters an algorithm takes: every field against every algorithm.
+// The hyperparameters that an algorithm accepts: every field against every algorithm.
 #include "state/group.h"
 
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@ bool UsesEps(int32_t algorithm) {
   return algorithm == OFFLOAD_ADAMW || algorithm == OFFLOAD_ADAM || algorithm == OFFLOAD_ADAGRAD;
 }
 
-// The least that an algorithm takes: all zero, but for eps.
+// The smallest values that an algorithm accepts: all zero, except eps.
 offload_group_t Least(int32_t algorithm) {
   offload_group_t group{};
   group.struct_size = sizeof(group);

@@ -1,5 +1,5 @@
-// The tables of docs/LIFECYCLE.md, one test a cell: what class Lifecycle decides, and what a caller
-// of the ABI sees on the simulated device.
+// The tables of docs/LIFECYCLE.md, one test for each cell: the decisions of class Lifecycle, and
+// what a caller of the ABI sees on the simulated device.
 #include "state/lifecycle.h"
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ namespace {
 constexpr uint32_t kMoveAll = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS |
                               OFFLOAD_MOVABLE_STATES | OFFLOAD_MOVABLE_ACCUMULATE;
 
-// Where the things of one param are.
+// Where the data, gradient and states of one param are.
 struct Place {
   bool params_on_host = false;
   bool data_bound = true;
@@ -248,7 +248,7 @@ offload_param_t ParamOf(uint32_t id, int32_t grad_dtype, void* data) {
 
 void ExpectOk(const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); }
 
-// The table and the lifecycle over it, as class Optimizer uses them.
+// The param table and its lifecycle, as class Optimizer uses them.
 class Decisions {
  public:
   explicit Decisions(int32_t grad_dtype, uint32_t movable = kMoveAll)
@@ -543,7 +543,8 @@ class Machine {
     return stats;
   }
 
-  // Where the first param's things are, by the bytes in the statistics: every place has its own.
+  // Where the first param's data, gradient and states are, by the bytes in the statistics: every
+  // place has a number of its own.
   Place Now() const {
     const offload_stats_t stats = Stats();
     const uint64_t grad_bytes = kCounts[0] * (grad_dtype_ == OFFLOAD_FP32 ? 4 : 2);
@@ -568,7 +569,7 @@ class Machine {
     return view.step_count;
   }
 
-  // Brings everything home, takes a step with what there is of gradients, and gives all bits of
+  // Reloads everything, takes a step with the gradients that there are, and returns all bits of
   // params, states and the norm.
   std::vector<std::byte> Finish() {
     const Place place = Now();
@@ -639,7 +640,7 @@ class Machine {
 
 class AbiTest : public testing::TestWithParam<Cell> {};
 
-// The place that the statistics can tell: see Now().
+// The place, as far as the statistics show it: see Now().
 Place Told(Place place, int32_t grad_dtype) {
   if (grad_dtype == OFFLOAD_FP32 && place.held != HostGrad::kNone)
     place.held = HostGrad::kAccumulated;
@@ -676,7 +677,7 @@ TEST_P(AbiTest, Cell) {
     }
   }
   if (cell.outcome == kDone) return;
-  // Nothing has moved, and what follows gives the bits of a run without the call.
+  // Nothing has moved, and later calls give the bits of a run without this call.
   EXPECT_EQ(std::memcmp(&before, &after, sizeof(before)), 0);
   Machine control(cell.grad_dtype);
   control.Enter(cell.from);

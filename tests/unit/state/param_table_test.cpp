@@ -1,5 +1,5 @@
-// The registry: all or none, names and addresses against a model that looks at every byte. The
-// addresses are never followed, so they are made up.
+// The registry: all or none, names and addresses, compared with a model that checks every byte. The
+// addresses are never dereferenced, so they are invented.
 #include "state/param_table.h"
 
 #include <gtest/gtest.h>
@@ -112,7 +112,7 @@ TEST_F(ParamTableTest, BindMayTradePlaces) {
   EXPECT_EQ(DataOf(1), 0x3000u);
   EXPECT_EQ(DataOf(2), 0x1000u);
   EXPECT_EQ(GradOf(2), 0x101000u);
-  // The places moved with them.
+  // The occupied ranges have moved with them.
   EXPECT_NE(Add("d", 0x2000, 1).message().find("param 0 'a'"), std::string::npos);
   EXPECT_TRUE(Bind({{0, 0x1008}, {2, 0x5000}}).ok()) << "into the room that c leaves";
 }
@@ -170,7 +170,7 @@ TEST_F(ParamTableTest, AgreesWithAModelOfEveryElement) {
       std::vector<std::pair<uint32_t, uint64_t>> places;
       for (uint64_t i = random.Below(4); i-- > 0;) {
         const uint32_t id = static_cast<uint32_t>(random.Below(model.size()));
-        // Often another's place: params trade.
+        // Often the address of another param: params exchange their addresses.
         const uint64_t place =
             random.Below(2) == 0 ? model[random.Below(model.size())].first : random.Below(100);
         places.emplace_back(id, address(place));

@@ -69,7 +69,7 @@ Case RandomCase(Random& random) {
   return one;
 }
 
-// What follows from a table, options and a fraction.
+// The objects that follow from a table, options and a fraction.
 struct Arranged {
   double device_fraction;
   StateShape shape;
@@ -106,7 +106,7 @@ class ResidenceTest : public testing::Test {
   }
 };
 
-// What a tier keeps of a param, said again: an array or none.
+// A second statement of what a tier keeps of a param: an array or none.
 bool Keeps(const Param& param, const ParamShape& shaped, const ShapeOptions& options, uint32_t slot,
            bool staged_host) {
   const bool split = options.formats.master != Format::kFp32 && param.dtype == OFFLOAD_BF16;
@@ -122,8 +122,8 @@ bool Keeps(const Param& param, const ParamShape& shaped, const ShapeOptions& opt
   }
 }
 
-// What is kept of the host share is within one param of the share that is to stream, at every point
-// of the order of updates.
+// At every point of the order of updates, the kept part of the host share differs from the part
+// that will stream by at most one param.
 TEST_F(ResidenceTest, GradsToKeepAreTheDevicesAndAnEvenPartOfTheOthers) {
   for (double share : {0.0, 0.3, 0.75, 1.0})
     ForRandomCases([share](const ParamTable& table, const ShapeOptions&, const Arranged& arranged) {
@@ -148,8 +148,8 @@ TEST_F(ResidenceTest, GradsToKeepAreTheDevicesAndAnEvenPartOfTheOthers) {
     });
 }
 
-// What is updated early comes down: the last elements in the order of updates. The part that is to
-// stream is a part of the others.
+// Gradients for early updates are copied to the host: those of the last elements in the order of
+// updates. The part that will stream is a part of the others.
 TEST_F(ResidenceTest, GradsOfTheLastElementsAreNotKeptForWhatStreams) {
   for (uint64_t early : {uint64_t{1}, uint64_t{500}, UINT64_MAX})
     ForRandomCases([early](const ParamTable& table, const ShapeOptions&, const Arranged& arranged) {
@@ -333,7 +333,7 @@ void ExpectWholeUnitsInChunks(const ParamTable& table, const std::vector<Unit>& 
   EXPECT_LE(arranged.chunks.chunks.size(), ChunksMost(arranged.shape));
 }
 
-// However the elements of a chunk are shared out among workers, in pieces of any size.
+// The elements of a chunk are divided among workers in any way, in pieces of any size.
 void ExpectWholeUnitsOfWork(const ParamTable& table, const std::vector<Unit>& units, uint64_t piece,
                             const Arranged& arranged) {
   for (const Chunk& chunk : arranged.chunks.chunks) {
@@ -365,7 +365,7 @@ TEST(Units, NothingIsCutInsideOne) {
     ExpectWholeUnitsOnTiers(*one.table, units, one.options, arranged);
     ExpectWholeUnitsInChunks(*one.table, units, one.options, arranged);
     ExpectWholeUnitsOfWork(*one.table, units, 1 + random.Below(700), arranged);
-    // A gradient that goes up in pieces has room for a unit.
+    // The buffer for a gradient that is copied up in pieces has room for a unit.
     for (uint32_t id = 0; id < units.size() && arranged.lanes.device_grad_elements > 0; ++id) {
       const uint64_t count = arranged.residence.range(id, Tier::kDevice).count;
       for (uint64_t begin = 0, end = 0; begin < count; begin = end) {
@@ -378,8 +378,8 @@ TEST(Units, NothingIsCutInsideOne) {
   }
 }
 
-// A format with blocks of 32 elements and a scale: of a shard that begins anywhere, every cut is
-// where a block begins, and the blocks between two cuts have their bytes there.
+// A format with blocks of 32 elements and a scale. For a shard that begins anywhere, every cut is
+// at the begin of a block, and the blocks between two cuts have their bytes there.
 TEST(Units, ArraysHaveRoomForEachBlock) {
   FormatRow row = RowOf(Format::kFp32);
   row.unit_elements = 32;
@@ -430,7 +430,7 @@ TEST(Units, StartWhereTheWholeTensorsStart) {
   EXPECT_EQ(UnitOf(shard, 500, 128).RoundUp(1), 3 * 128u - 300);
 }
 
-// The number of chunks that memory is taken for, and marks, holds for long params too.
+// The number of chunks for which memory and marks are reserved is enough for long params too.
 TEST(Chunks, TheLastOnesAreSmallAndNotTooMany) {
   auto device = CreateHostDevice();
   Random random(5);
@@ -561,7 +561,8 @@ TEST_F(ResidenceTest, StateArraysAreThereWhereTheyBelongDisjointAndCounted) {
       });
 }
 
-// One copy moves what only padding separates, and kernels find each array aligned as on the host.
+// One copy moves arrays that only padding separates, and kernels find each array aligned as on the
+// host.
 TEST_F(ResidenceTest, StateInTheRingKeepsItsAlignmentAndItsDistanceToTheNext) {
   ForRandomCases([](const ParamTable&, const ShapeOptions&, const Arranged& arranged) {
     for (const Chunk& chunk : arranged.chunks.chunks) {
@@ -588,7 +589,7 @@ TEST_F(ResidenceTest, StateInTheRingKeepsItsAlignmentAndItsDistanceToTheNext) {
   });
 }
 
-// Whatever the fraction is, every element has the same address on a tier.
+// At every fraction an element has the same address on a tier.
 TEST_F(ResidenceTest, TheShapeDoesNotDependOnTheFraction) {
   Random random(12);
   for (int round = 0; round < 200; ++round) {
@@ -619,7 +620,7 @@ TEST_F(ResidenceTest, NormBlocksFollowEachOther) {
   });
 }
 
-// Any range of a param is cut where its stripes end, and says of every element where it lies.
+// Any range of a param is cut where its stripes end, and the place of every element is right.
 TEST_F(ResidenceTest, StripesSayWhereEveryElementLies) {
   ForRandomCases([](const ParamTable& table, const ShapeOptions& options,
                     const Arranged& arranged) {

@@ -8,7 +8,7 @@
 namespace hybridopt {
 namespace {
 
-// Some events; nobody looks into them.
+// Some events, whose content is not used.
 EventHandle Event(size_t number) {
   static char events[3];
   return reinterpret_cast<EventHandle>(events + number);
@@ -39,7 +39,7 @@ TEST(ChunkQueueTest, ChunksAreTakenInOrderAndCountedWithoutGaps) {
   EXPECT_EQ(queue.finished(), 4u);
 }
 
-// Chunks that were updated early are nobody's to take, until they are given back.
+// No executor can take chunks that were updated early until they are given back.
 TEST(ChunkQueueTest, ChunksAreTakenByTheirNumberAndGivenBack) {
   ChunkQueue queue;
   queue.UseChunks(5);
@@ -80,7 +80,7 @@ TEST(ChunkQueueTest, AnExecutorTakesItsOwnChunksBeforeThoseOfTheOther) {
   EXPECT_EQ(queue.Take(Executor::kCpu), 0u);
 }
 
-// The events of an executor are behind what it issued before, whatever the order of the chunks.
+// An executor's event covers everything that it issued before, in any order of the chunks.
 TEST(ChunkQueueTest, AStreamWaitsForWhatWasIssuedLast) {
   ChunkQueue queue;
   queue.UseChunks(3);

@@ -140,7 +140,7 @@ impl<'q, 'a> Queue<'q, 'a> {
         self.waiter().wait(ticket, timeout)
     }
 
-    /// What a completed step did.
+    /// The result of a completed step.
     pub fn step_result(&self, ticket: Ticket) -> Result<StepResult> {
         step_result(self.handle(), ticket)
     }
@@ -202,7 +202,7 @@ impl Waiter<'_> {
         check(unsafe { sys::offload_optimizer_wait(self.handle, ticket.0, timeout_ns(timeout)) })
     }
 
-    /// What a completed step did.
+    /// The result of a completed step.
     pub fn step_result(&self, ticket: Ticket) -> Result<StepResult> {
         step_result(self.handle, ticket)
     }
