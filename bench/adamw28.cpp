@@ -16,11 +16,11 @@ namespace {
 constexpr double kBytes = 28;              // bf16 grad in, three fp32 arrays in and out, bf16 out
 constexpr double kBytesTwoReads = 28 + 2;  // the norm reads the gradients once more
 constexpr double kGradNormMax = 1;         // far below the norm of these gradients: it clips
-// Keeps arrays that are read and written side by side apart, modulo a page and in the banks of the
-// memory: the ceiling must not be lower than it could be.
+// The distance between arrays that are read and written together, modulo a page. It puts them into
+// different banks of the memory, so that the ceiling is not lower than it could be.
 constexpr uint64_t kStaggerBytes = (96 << 10) + 21 * 64;
 
-// Gradients of both signs around 0.01, the same on every run.
+// A gradient near 0.01 or -0.01. Every run has the same values.
 uint16_t GradAt(uint64_t i) {
   const uint64_t mixed = (i + 1) * 0x9e3779b97f4a7c15u;
   const float magnitude = 0.005f + 0.01f * static_cast<float>(mixed >> 40) / (1 << 24);
@@ -28,8 +28,8 @@ uint16_t GradAt(uint64_t i) {
   return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
 }
 
-// Params and gradients for all contenders, and state for the comparison loops. The threads that
-// will work on a range touch it first.
+// Params and gradients for all contenders, and state for the comparison loops. Each range is first
+// touched by the thread that will work on it.
 class Arrays {
  public:
   Arrays(uint64_t elements, Team& team)
@@ -52,13 +52,13 @@ class Arrays {
   }
 
  private:
-  uint64_t bytes_;  // of one state array, with what keeps it apart from the next
+  uint64_t bytes_;  // of one state array, with the distance to the next one
   Pages grad_;
   Pages param_;
   Pages state_;
 };
 
-// Before anything is timed: the library and the plain loop do the same work.
+// Checks, before anything is timed, that the library and the plain loop compute the same values.
 void RequireSameWork(const Optimizer& optimizer, const AdamWArrays& arrays, uint64_t elements) {
   const float* master = optimizer.Master();
   for (uint64_t i = 0; i < elements; ++i) {
@@ -75,7 +75,7 @@ void RequireSameWork(const Optimizer& optimizer, const AdamWArrays& arrays, uint
   }
 }
 
-// The order within a round: contenders that are compared run one after the other.
+// The order within a round. Contenders that are compared with each other run one after the other.
 enum Contender { kCached, kStreamed, kOurs, kOursChecked, kOursClipped, kPlain };
 struct Described {
   const char* name;
@@ -141,7 +141,7 @@ void MeasureAt(const Settings& settings, uint32_t threads, const std::string& su
   contenders[kPlain] = [&] { loop(PlainAdamW); };
   const std::vector<Times> times = TimeRounds("AdamW" + suffix, settings.rounds, contenders);
 
-  // The ceiling is the better of the two ways to write the param.
+  // The ceiling is the faster of the two ways to write the param.
   const bool streamed = SpreadOf(times[kStreamed]).median <= SpreadOf(times[kCached]).median;
   const Times& ceiling = times[streamed ? kStreamed : kCached];
   for (size_t i = 0; i < contenders.size(); ++i)

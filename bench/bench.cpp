@@ -1,5 +1,5 @@
-// hybridopt_bench: measures the library against what the memory of this machine can give.
-// bench/README.md says what the rows mean, docs/PERFORMANCE.md how to read them.
+// hybridopt_bench: compares the library's speed with that of the memory of this machine.
+// bench/README.md explains the rows, docs/PERFORMANCE.md how to read them.
 #include <CLI/CLI.hpp>
 #include <iostream>
 
@@ -10,7 +10,7 @@
 namespace bench {
 namespace {
 
-// What is measured instead of the CPU.
+// Options that measure something else instead of the CPU.
 struct Instead {
   bool gpu = false;
   bool gpu_executors = false;

@@ -21,7 +21,7 @@ namespace bench {
 namespace {
 
 constexpr uint64_t kBlockBytes = uint64_t{8} << 20;
-constexpr uint32_t kDepth = 4;  // blocks under way at once, for all contenders
+constexpr uint32_t kDepth = 4;  // blocks in flight, for all contenders
 constexpr uint32_t kRoundsMax = 9;
 
 [[noreturn]] void Fail(const std::string& what) {
@@ -33,7 +33,7 @@ double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Kibibytes of one line of /proc/self/status.
+// The number of one line of /proc/self/status, in kibibytes.
 double StatusKiB(const std::string& key) {
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);)
@@ -48,7 +48,7 @@ int Open(const std::string& path, int flags) {
   return file;
 }
 
-// Reads or writes a file of `bytes`, by as many threads as the library has, and does nothing else.
+// Reads or writes a file of `bytes` with as many threads as the library has, and does nothing else.
 void EachBlock(int file, uint64_t bytes, std::byte* memory, bool writing) {
   std::atomic<uint64_t> next = 0;
   std::vector<std::thread> threads;
@@ -111,9 +111,9 @@ void Load(const Optimizer& optimizer, const std::string& path, uint32_t flags) {
   Require(offload_optimizer_wait(optimizer.get(), 0, -1), "offload_optimizer_wait");
 }
 
-// How much more memory the process holds at the worst moment of `work`.
+// The difference between the largest memory of the process during `work` and its memory before.
 double ExtraMiB(const std::function<void()>& work) {
-  std::ofstream("/proc/self/clear_refs") << "5";  // the high-water mark begins anew
+  std::ofstream("/proc/self/clear_refs") << "5";  // resets the high-water mark
   const double before = StatusKiB("VmRSS:");
   work();
   return std::max(0.0, StatusKiB("VmHWM:") - before) / 1024;
@@ -131,11 +131,11 @@ enum Contender : size_t {
   kContenders
 };
 
-// One optimizer, its checkpoint, and plain files of as many bytes.
+// One optimizer, its checkpoint, and plain files of the same size.
 class CheckpointBench {
  public:
   explicit CheckpointBench(const Settings& settings)
-      // Whole units of direct access.
+      // A multiple of the unit of direct access.
       : elements_((settings.checkpoint_mib << 20) / (3 * sizeof(float)) / 1024 * 1024),
         rounds_(std::min(settings.rounds, kRoundsMax)),
         directory_(settings.checkpoint_dir + "/hybridopt_bench-XXXXXX"),
@@ -154,7 +154,7 @@ class CheckpointBench {
   CheckpointBench& operator=(const CheckpointBench&) = delete;
 
   void TimeFiles() {
-    SaveOnce();  // something to read in the first round
+    SaveOnce();  // the first round of loads reads this
     WriteRawOnce();
     TimeRounds("checkpoint", rounds_,
                {[&] { WriteRawOnce(); }, [&] { SaveOnce(); }, [&] { WriteBufferedOnce(); },
@@ -206,9 +206,9 @@ class CheckpointBench {
     add("save_gb_per_s", Rates(kSave), "GB/s", "");
     add("save_vs_raw", ratios(kWriteRaw, kSave), "", "at least 0.85");
     add("save_vs_buffered", ratios(kWriteBuffered, kSave), "", "");
-    // A load reads everything twice: once to compare all hashes, then to replace the state. Its
-    // time is compared with that of a reader that reads twice, and without its first pass with that
-    // of one that reads once.
+    // A load reads everything twice: first to compare all hashes, then to replace the state. Its
+    // time is compared with that of a reader that reads twice. The time of a load without the first
+    // pass is compared with that of a reader that reads once.
     add("load_unverified_gb_per_s", Rates(kLoadUnverified), "GB/s", "");
     add("load_vs_raw", ratios(kReadRaw, kLoadUnverified), "", "at least 0.85");
     add("load_verified_gb_per_s", Rates(kLoad), "GB/s", "");

@@ -1,4 +1,5 @@
-// A real GPU: what its memory, its link and the host's memory give, and what of that a step takes.
+// A real GPU: the speed of its memory, of its link and of the host's memory, and how much of these
+// speeds a step reaches.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -13,7 +14,7 @@
 namespace bench {
 namespace {
 
-constexpr uint64_t kPieceBytes = uint64_t{2} << 20;  // a chunk's gradients, or its params
+constexpr uint64_t kPieceBytes = uint64_t{2} << 20;  // the gradients of a chunk, or its params
 constexpr uint64_t kRingBytes = uint64_t{64} << 20;
 
 // ------------------------------------------------------------------------------------- ceilings --
@@ -85,7 +86,8 @@ void MeasurePinning(Report& report) {
 
 // --------------------------------------------------------------------------------- device share --
 
-// All state on the device: the update kernel alone, by the device's clock, against a device copy.
+// All state on the device: the update kernel alone, timed by the device's clock, compared with a
+// copy on the device.
 void MeasureDeviceUpdate(const Settings& settings, const Context& context, Report& report) {
   constexpr uint64_t kElements = uint64_t{256} << 20;
   const DeviceModel model(kElements);
@@ -125,7 +127,8 @@ void MeasureDeviceUpdate(const Settings& settings, const Context& context, Repor
 
 // ---------------------------------------------------------------------------------- whole steps --
 
-// All state on the host, against what the host's kernels and the copies take alone.
+// All state on the host: the step compared with the time of the host's kernels alone and of the
+// copies alone.
 void MeasureAgainstFloor(const Settings& settings, const Context& context, Report& report) {
   const uint64_t elements = settings.gpu_elements;
   const uint64_t params_count = 16;

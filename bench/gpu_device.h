@@ -1,4 +1,4 @@
-// What the suites for a GPU share: device memory, streams, and how state may be stored.
+// Shared by the suites for a GPU: device memory, streams, and the layouts of state.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -55,7 +55,7 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// The time between two points of a stream, by the device's clock.
+// Measures the time between two points of a stream with the device's clock.
 class StreamClock {
  public:
   StreamClock() {
@@ -69,7 +69,7 @@ class StreamClock {
   StreamClock(const StreamClock&) = delete;
   StreamClock& operator=(const StreamClock&) = delete;
 
-  // Queues the work with `queue()`, waits for it, and gives its seconds.
+  // Queues work by calling `queue()`, waits for it, and returns its duration in seconds.
   template <typename Queue>
   double Time(const Stream& stream, Queue&& queue) const {
     REQUIRE_CUDA(cudaEventRecord(begin_, stream.get()));
@@ -85,7 +85,8 @@ class StreamClock {
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
 };
 
-// Host memory in huge pages that the device copies from and to. The team touches it first.
+// Pinned host memory in huge pages, for copies from and to the device. The threads of the team
+// touch it first.
 class PinnedPages {
  public:
   PinnedPages(uint64_t bytes, Team& team) : pages_(bytes) {
@@ -103,7 +104,7 @@ class PinnedPages {
   const Pages pages_;
 };
 
-// bf16 values on the device, the same everywhere.
+// Fills an array on the device with one bf16 value.
 inline void FillHalves(void* device, uint64_t elements, uint16_t value) {
   const std::vector<uint16_t> values(std::min<uint64_t>(elements, uint64_t{1} << 26), value);
   for (uint64_t begin = 0; begin < elements; begin += values.size()) {
@@ -116,7 +117,7 @@ inline void FillHalves(void* device, uint64_t elements, uint16_t value) {
 constexpr uint16_t kParam = 0x3f80;  // 1.0
 constexpr uint16_t kGrad = 0x3c00;   // 0.0078
 
-// Params and gradients of a model.
+// The params and gradients of a model on the device.
 struct DeviceModel {
   explicit DeviceModel(uint64_t elements) : params(2 * elements), grads(2 * elements) {
     FillHalves(params.data(), elements, kParam);
@@ -136,14 +137,16 @@ inline Times Rates(const Times& seconds, double bytes) {
 
 constexpr double kBytes = 28;
 
-// How state is stored, the bytes an update moves for a param, and those of its state.
+// A layout of state, the bytes that an update moves for each element, and the bytes of the state of
+// each element.
 struct LayoutCase {
   const char* name;
   Optimizer::Layout layout;
   double bytes;
   uint64_t state_bytes;
-  const char* both_goal = "";      // of CPU threads and the device against CPU threads alone
-  const char* two_gpus_goal = "";  // the same where two GPUs share a host
+  // The goal for the speed of CPU threads and device together, relative to CPU threads alone.
+  const char* both_goal = "";
+  const char* two_gpus_goal = "";  // the same goal where two GPUs share a host
 };
 constexpr LayoutCase kLayouts[] = {
     {"adamw28", {OFFLOAD_MASTER_FP32, OFFLOAD_FP32}, kBytes, 12, "at least 1.4", "at least 1.75"},
@@ -152,12 +155,13 @@ constexpr LayoutCase kLayouts[] = {
     {"both18", {OFFLOAD_MASTER_SPLIT, OFFLOAD_BF16}, 18, 6, "at least 1.6", "at least 1.8"},
 };
 
-// Parts of MeasureGpuExecutors. The host share by CPU threads, by the device and by both, against
-// ceilings of the same run (gpu_executors.cpp).
+// A part of MeasureGpuExecutors: the host share updated by CPU threads, by the device and by both,
+// compared with ceilings of the same run (gpu_executors.cpp).
 void MeasureExecutors(const Settings& settings, const Context& context, Report& report);
-// What streams leave of the speed of a forward and backward pass.
+// Measures how much of its speed a forward and backward pass keeps while state streams.
 void MeasureModelBesideStreams(const Settings& settings, const Context& context, Report& report);
-// The same where two GPUs share the host's CPUs and memory; says so where there are not two.
+// The same with two GPUs that share the host's CPUs and memory. If the machine does not have two,
+// it says so.
 void MeasureTwoGpus(const Settings& settings, Report& report);
 
 }  // namespace bench

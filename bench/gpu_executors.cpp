@@ -1,5 +1,5 @@
-// Who updates the host share of a GPU: CPU threads, the device with state that streams through it,
-// or both, against what the host's memory and the link give in the same run.
+// The host share of a GPU, updated by CPU threads, by the device through which its state streams,
+// or by both. Each is compared with the speed of the host's memory and of the link in the same run.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -15,7 +15,7 @@ namespace {
 
 // ------------------------------------------------------------------------------------- ceilings --
 
-// The update's own traffic by CPU threads, over arrays in the host's memory.
+// The memory traffic of an update, made by CPU threads over arrays in the host's memory.
 class CpuTraffic {
  public:
   CpuTraffic(const LayoutCase& layout, uint64_t elements, Team& team)
@@ -40,7 +40,7 @@ class CpuTraffic {
   }
 
  private:
-  // Arrays that start at like addresses would share banks of the memory.
+  // Arrays whose addresses are equal modulo a large power of two would share banks of the memory.
   static constexpr uint64_t kApartBytes = (128 << 10) + 5 * 64;
 
   const uint64_t elements_, master_bytes_, moment_bytes_;
@@ -49,8 +49,8 @@ class CpuTraffic {
   const Pages grad_, param_, master_, moment0_, moment1_;
 };
 
-// Copies of state up and down at the same time, as StreamedExecutor makes them: large pieces of
-// pinned memory, each once in each direction.
+// Copies of state to the device and back at the same time, as StreamedExecutor makes them: large
+// pieces of pinned memory, each copied once in each direction.
 class StateCopies {
  public:
   StateCopies(uint64_t bytes, Team& team)
@@ -62,7 +62,7 @@ class StateCopies {
     for (uint64_t piece = 0; piece < pieces_; ++piece) Queue(piece);
     Await();
   }
-  // Copies until `stop`; returns the part of one Run that a second copies.
+  // Copies until `stop`. Returns how many Runs it makes in a second.
   double RunUntil(const std::atomic<bool>& stop) {
     const double begin = Seconds();
     uint64_t piece = 0;
@@ -97,7 +97,7 @@ class StateCopies {
   const Stream up_, down_;
 };
 
-// Both ceilings at once. Rates are in passes over all elements a second.
+// Both ceilings at the same time. Rates are in passes over all elements per second.
 struct Together {
   double cpu = 0;
   double copies = 0;
@@ -129,7 +129,7 @@ std::unique_ptr<Optimizer> MakeOptimizer(const Settings& settings, const Context
 
 void StepOnce(Optimizer& optimizer) { optimizer.Step(OFFLOAD_STEP_ASSUME_FINITE); }
 
-// The figures that a step of both executors reports.
+// The figures that a step with both executors reports.
 struct BothResults {
   Times share, cpu_idle, streamed_idle, stall;
 
@@ -142,21 +142,21 @@ struct BothResults {
   }
 };
 
-// Times of one round each.
+// Times; each has one entry for every round.
 struct LayoutTimes {
   Times cpu, streamed, both, traffic, copies;
   std::vector<Together> together;
 };
 
-// The best rate of both executors that the ceilings of a round allow, in passes over all elements a
-// second. For each rate of the CPU threads there are two limits for the rate of the streams: the
-// memory of the host, by the lines between the ceilings, and the way down, which also carries the
-// gradients of the CPU threads (and the upper halves of split masters). The way up carries no more
-// than the way down.
+// The best rate of both executors together that the ceilings of a round allow, in passes over all
+// elements per second. For each rate of the CPU threads two things limit the rate of the streams.
+// One is the host's memory: its limit is interpolated between the ceilings. The other is the link
+// to the host, which also carries the gradients for the CPU threads (and the upper halves of split
+// masters). The link to the device carries no more than that.
 double BestSplit(const LayoutCase& layout, double cpu_alone, double copies_alone,
                  const Together& together) {
   const double down_bytes = layout.layout.masters == OFFLOAD_MASTER_SPLIT ? 4 : 2;
-  const double taken = down_bytes / static_cast<double>(layout.state_bytes);  // of the way down
+  const double taken = down_bytes / static_cast<double>(layout.state_bytes);  // of the link
   const auto on_line = [](double x, double x0, double y0, double x1, double y1) {
     return x1 > x0 ? y0 + (x - x0) / (x1 - x0) * (y1 - y0) : std::max(y0, y1);
   };
@@ -174,7 +174,7 @@ double BestSplit(const LayoutCase& layout, double cpu_alone, double copies_alone
   return best;
 }
 
-// `ceiling_elements` are those that the ceilings went over.
+// `ceiling_elements`: how many elements one pass of the ceilings covers.
 void AddLayoutFigures(const LayoutCase& layout, uint64_t elements, uint64_t ceiling_elements,
                       const LayoutTimes& times, Report& report) {
   const std::string key = std::string("gpu_") + layout.name + "_";
@@ -243,7 +243,7 @@ void MeasureLayout(const Settings& settings, const Context& context, const Layou
                   },
                   [&] { traffic.Run(); }, [&] { copies.Run(); },
                   [&] { together.push_back(RunTogether(traffic, copies)); }});
-  together.erase(together.begin());  // TimeRounds does not count the first
+  together.erase(together.begin());  // TimeRounds leaves out the first round too
   AddLayoutFigures(layout, elements, ceiling_elements,
                    {times[0], times[1], times[2], times[3], times[4], together}, report);
   AddBothFigures(layout, results, report);
@@ -285,7 +285,7 @@ namespace {
 
 constexpr int32_t kGpus = 2;
 
-// One GPU of two, with its part of the CPUs, as a rank would have it.
+// One of two GPUs, with its part of the CPUs, as a rank has them.
 struct Gpu {
   Gpu(int32_t index, uint64_t elements, const Settings& settings)
       : context(index, static_cast<uint32_t>(index), kGpus, settings.threads / kGpus) {
@@ -296,7 +296,7 @@ struct Gpu {
   std::unique_ptr<DeviceModel> model;
 };
 
-// A step of each at the same time.
+// Makes one step of each optimizer, all at the same time.
 void StepAll(const std::vector<std::unique_ptr<Optimizer>>& optimizers) {
   std::vector<std::thread> ranks;
   for (const auto& optimizer : optimizers)

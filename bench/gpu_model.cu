@@ -15,11 +15,11 @@ namespace {
 constexpr int kSide = 8192;
 constexpr uint64_t kMatrixBytes = uint64_t{2} * kSide * kSide;
 constexpr int kProducts = 64;
-// Passes over 1.5 GiB: about 0.4 ms each, in all a quarter of the time.
+// Passes over 1.5 GiB: about 0.4 ms each. Together they take a quarter of the time.
 constexpr uint64_t kPassElements = uint64_t{1} << 28;
 constexpr int kPasses = 64;
 
-// The functions of cuBLAS that products need, and the values of its enums.
+// The functions of cuBLAS that the products need, and the values of its enums.
 class Cublas {
  public:
   Cublas() {
@@ -79,8 +79,8 @@ class Cublas {
                    int) = nullptr;
 };
 
-// Numbers of bf16 from 0.5 to 1, of both signs: a GPU multiplies equal ones faster, with less
-// power.
+// Fills an array with bf16 numbers whose absolute values lie between 0.5 and 1. Equal numbers would
+// not do: a GPU multiplies them faster, with less power.
 void FillAtRandom(const DeviceBuffer& buffer) {
   std::vector<uint16_t> values(uint64_t{1} << 24);
   std::minstd_rand random(1);
@@ -93,7 +93,7 @@ void FillAtRandom(const DeviceBuffer& buffer) {
                             cudaMemcpyHostToDevice));
 }
 
-// Reads two arrays and writes one, eight elements of bf16 a thread.
+// Reads two arrays and writes one; each thread handles eight bf16 elements.
 __global__ void Pass(const uint4* a, const uint4* b, uint4* c, uint64_t count) {
   const uint64_t i = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= count) return;
@@ -144,7 +144,7 @@ std::array<double, 3> ModelWork::Run() {
 
 namespace {
 
-// Steps one behind the other on a thread, until the end of its life.
+// Makes steps one after the other on a thread of its own until it is destroyed.
 class Stepper {
  public:
   explicit Stepper(Optimizer& optimizer) : begin_(Seconds()) {
@@ -155,9 +155,9 @@ class Stepper {
         steps_.notify_one();
       }
     });
-    steps_.wait(0);  // now state streams at full rate
+    steps_.wait(0);  // from now on state streams at full rate
   }
-  // Ends the steps, and returns the seconds of one.
+  // Ends the steps and returns how many seconds one step took.
   double Stop() {
     stop_ = true;
     thread_.join();

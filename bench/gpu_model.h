@@ -1,6 +1,6 @@
-// ModelWork: what stands for a model's forward and backward pass: products of large bf16 matrices,
-// and passes over memory as activations and norms make them. Products need cuBLAS, which is looked
-// for when the program runs.
+// ModelWork stands for a model's forward and backward pass: products of large bf16 matrices, and
+// passes over memory as activations and norms make them. The products need cuBLAS, which is loaded
+// when the program runs.
 #pragma once
 
 #include <array>
@@ -20,8 +20,8 @@ class ModelWork {
   bool products() const;
   const std::string& why_no_products() const;
 
-  // Runs once and gives the seconds by the device's clock: of all, of the products (0: none), of
-  // the passes over memory.
+  // Runs the work once. Returns three times in seconds by the device's clock: of all the work, of
+  // the products (0: cuBLAS was not found), and of the passes over memory.
   std::array<double, 3> Run();
 
  private:
@@ -29,8 +29,8 @@ class ModelWork {
   const std::unique_ptr<Parts> parts_;
 };
 
-// Speeds of a model's work beside steps whose state streams, and of these steps beside it, each as
-// a part of its speed alone; one a round.
+// While a model works and an optimizer whose state streams makes steps: the speed of each, as a
+// fraction of its speed alone, with one entry for every round.
 struct BesideStreams {
   Times all, products, passes, streams;
 };

@@ -1,5 +1,5 @@
-// The library as its users see it: owners for the handles of offload.h. An error ends the process
-// with the library's own text.
+// The library as its users see it: classes that own the handles of offload.h. An error prints the
+// library's text and ends the process.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace bench {
 
-// A struct of offload.h with its size filled in and all else zero.
+// A struct of offload.h with struct_size set and all other fields zero.
 template <typename Struct>
 Struct Zeroed() {
   Struct value{};
@@ -21,14 +21,14 @@ Struct Zeroed() {
 
 void Require(int32_t status, const char* call);
 
-// Room for a param that ends with its last cache line.
+// `count` rounded up, so that a param fills its last cache line.
 inline uint64_t AlignedCount(uint64_t count) { return (count + 31) / 32 * 32; }
 
 class Context {
  public:
   Context(int32_t device_kind, uint32_t threads, uint64_t sim_memory_bytes = 0);
-  explicit Context(offload_context_t context) : context_(context) {}  // which it then owns
-  // A GPU for one of `local_world` ranks, with its part of the CPUs.
+  explicit Context(offload_context_t context) : context_(context) {}  // takes ownership
+  // The GPU of one of `local_world` ranks, with the rank's part of the CPUs.
   Context(int32_t device_index, uint32_t local_rank, uint32_t local_world, uint32_t threads);
   ~Context();
   Context(const Context&) = delete;
@@ -41,8 +41,8 @@ class Context {
   offload_context_t context_ = nullptr;
 };
 
-// AdamW with bf16 gradients and params; fp32 state unless `layout` says otherwise, all of it on the
-// host unless `lifecycle` does.
+// AdamW with bf16 gradients and params. The state is fp32 unless `layout` says otherwise, and all
+// of it is on the host unless `lifecycle` says otherwise.
 class Optimizer {
  public:
   struct Shape {
@@ -65,7 +65,7 @@ class Optimizer {
   Optimizer(const Context& context, void* data, const void* grad, const Shape& shape,
             const Lifecycle& lifecycle = {0, 0, 0, OFFLOAD_EXECUTORS_AUTO, 0, 0},
             const Layout& layout = {OFFLOAD_MASTER_FP32, OFFLOAD_FP32});
-  // Params of these counts, each at the next cache line of the arrays.
+  // Creates params of these element counts, each at the next cache line of the arrays.
   Optimizer(const Context& context, void* data, const void* grad, std::span<const uint64_t> counts,
             const Layout& layout = {OFFLOAD_MASTER_FP32, OFFLOAD_FP32});
   ~Optimizer();
@@ -76,12 +76,12 @@ class Optimizer {
 
   // Queues one step and waits for it.
   void Step(uint32_t flags, double grad_norm_max = 0);
-  // Queues one of the functions that move things, for all params, and waits for it.
+  // Queues one of the functions that move arrays, for all params, and waits for it.
   using Move = int32_t (*)(offload_optimizer_t, const offload_move_options_t*, offload_ticket_t*);
   void Run(Move move);
-  // Tells the gradients' addresses again, as frameworks do before every step.
+  // Binds the gradients' addresses again, as frameworks do before every step.
   void BindAll();
-  // Takes the gradients of every second param away.
+  // Binds no gradient for every second param.
   void DropEverySecondGrad();
   offload_step_result_t LastResult() const;
   offload_stats_t Stats() const;

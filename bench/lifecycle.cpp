@@ -22,7 +22,7 @@ void* Upload(const Context& context, uint16_t value) {
   return data;
 }
 
-// All states out and back, against as many bytes copied there and back by as many threads.
+// Moves all states to the host and back, compared with as many threads that copy as many bytes.
 void MeasureStates(const Settings& settings, Report& report) {
   const Context context(OFFLOAD_DEVICE_SIM, settings.threads,
                         2 * kHalfBytes + kStateBytes + kSpareBytes);
@@ -59,7 +59,7 @@ void MeasureStates(const Settings& settings, Report& report) {
   }
   const char* names[] = {"memcpy of the states, there and back",
                          "sim, states offloaded and reloaded"};
-  constexpr double kBytes = 2 * 3 * sizeof(float);  // a parameter's states, once each way
+  constexpr double kBytes = 2 * 3 * sizeof(float);  // the states of a parameter, both ways
   for (size_t i = 0; i < times.size(); ++i)
     report.rows.push_back({names[i], info.threads, kElements, kBytes, SpreadOf(times[i]),
                            SpreadOf(Ratios(times[0], times[i]))});
@@ -67,14 +67,15 @@ void MeasureStates(const Settings& settings, Report& report) {
       {"offload_reload_vs_memcpy", SpreadOf(Ratios(times[0], times[1])), "", "at least 0.85"});
 }
 
-// A step whose gradients were offloaded before it began, against one that fetches them.
+// A step whose gradients were offloaded before it began, compared with a step that fetches them.
 void MeasureHostGrads(const Settings& settings, Report& report) {
   const Context context(OFFLOAD_DEVICE_SIM, settings.threads, 2 * kHalfBytes + kSpareBytes);
   void* params = Upload(context, 0x3f80);  // 1.0
   void* grads = Upload(context, 0x3c00);   // 0.0078
   Optimizer optimizer(context, params, grads, {1, kElements, kElements},
                       {0.0, OFFLOAD_MOVABLE_GRADS, 0});
-  // Only the step counts, not the offloading before it: the library's own clock has that.
+  // Only the time of the step counts, not that of the offloading before it; the library's own clock
+  // separates them.
   std::vector<Times> times(2);
   const auto step = [&](size_t contender) {
     optimizer.Step(0);

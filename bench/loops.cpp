@@ -1,6 +1,6 @@
 #include "loops.h"
 
-// One instruction set: that of the machine which builds this.
+// Only the instruction set of the machine that compiles this.
 #define HWY_COMPILE_ONLY_STATIC
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
@@ -18,8 +18,8 @@ using U32 = hn::ScalableTag<uint32_t>;
 using U16 = hn::ScalableTag<uint16_t>;
 using HalfU16 = hn::Rebind<uint16_t, F32>;
 
-// Adds the squared gradient to one vector of each state array: one instruction each, and values
-// that stay ordinary numbers for the plain loop, which works on the same arrays.
+// Adds the squared gradient to one vector of each state array: one instruction for each array. The
+// values remain normal numbers for the plain loop, which works on the same arrays.
 HWY_INLINE hn::Vec<F32> TouchVector(const AdamWArrays& arrays, uint64_t at) {
   const auto wide = hn::PromoteTo(U32(), hn::LoadU(HalfU16(), arrays.grad + at));
   const auto grad = hn::BitCast(F32(), hn::ShiftLeft<16>(wide));
@@ -39,7 +39,7 @@ HWY_INLINE void Touch(const AdamWArrays arrays, uint64_t begin, uint64_t end) {
   for (uint64_t i = begin; i < end; i += 2 * lanes) {
     const auto low = TouchVector(arrays, i);
     const auto high = TouchVector(arrays, i + lanes);
-    // The upper halves: bf16 without rounding.
+    // Takes the upper halves: bf16 without rounding.
     const auto packed = hn::ConcatOdd(U16(), hn::BitCast(U16(), high), hn::BitCast(U16(), low));
     if constexpr (kStream) {
       hn::Stream(packed, U16(), arrays.param + i);
@@ -85,7 +85,7 @@ void TouchState(const StateArrays& state, uint64_t begin, uint64_t end) {
 
 float FromBf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 
-// To nearest even; without the care for NaN that a library needs.
+// Rounds to nearest even. Unlike a library, it need not handle NaN.
 uint16_t ToBf16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);

@@ -14,7 +14,7 @@
 namespace bench {
 namespace {
 
-// The rest of the first line that starts with `key`, without the colon and blanks after it.
+// The rest of the first line that starts with `key`, without the colon and the blanks after `key`.
 std::string FindLine(const char* path, const std::string& key) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
@@ -60,7 +60,7 @@ double OwnCpuSeconds() {
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-// All processes since boot, time stolen by other virtual machines included.
+// CPU seconds of all processes since boot, with the time that other virtual machines took.
 double AllCpuSeconds() {
   double user = 0, nice = 0, system = 0, idle = 0, iowait = 0, irq = 0, softirq = 0, steal = 0;
   std::istringstream(FindLine("/proc/stat", "cpu ")) >> user >> nice >> system >> idle >> iowait >>

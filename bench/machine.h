@@ -1,4 +1,5 @@
-// Machine: where and when the figures were taken, and how quiet it was.
+// Machine: where and when the figures were measured, and how many CPUs other programs used
+// meanwhile.
 #pragma once
 
 #include <cstdint>
@@ -8,19 +9,19 @@ namespace bench {
 
 struct Machine {
   std::string cpu;
-  std::string gpu;     // where it is measured
+  std::string gpu;     // set if a GPU is measured
   uint32_t cpus;       // that this process may use
-  std::string driver;  // of NVIDIA; empty: there is none
+  std::string driver;  // the NVIDIA driver; empty: there is none
   uint64_t memory_bytes;
-  uint64_t memory_available_bytes;  // of the whole machine, whatever a cgroup allows
+  uint64_t memory_available_bytes;  // of the whole machine, even if a cgroup allows less
   std::string date;                 // UTC
-  double huge_page_share;           // of this process's memory while the large arrays were there
+  double huge_page_share;           // of this process's memory while it held the large arrays
   double cpus_of_others;            // CPUs kept busy by other processes during the run, on average
 };
 
 Machine DescribeMachine();
 
-// The share of this process's anonymous memory that huge pages hold now.
+// The fraction of this process's anonymous memory that is in huge pages now.
 double HugePageShare();
 
 // Measures, from its construction on, how many CPUs other processes keep busy.

@@ -1,4 +1,4 @@
-// What a build without CUDA has instead of gpu.cpp.
+// Replaces gpu.cpp in a build without CUDA.
 #include <cstdio>
 #include <cstdlib>
 

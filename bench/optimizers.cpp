@@ -13,8 +13,8 @@ constexpr uint64_t kStride = 1'024;
 constexpr uint64_t kSimMemoryBytes = uint64_t{64} << 20;
 constexpr uint32_t kRoundsFactor = 4;  // these steps are short
 
-// Threads of the library in this process. Streams of the simulated device are threads too, but
-// they belong to the device and have other names.
+// The number of the library's threads in this process. Streams of the simulated device are threads
+// too, but they belong to the device and have other names.
 uint32_t LibraryThreads() {
   uint32_t threads = 0;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
@@ -25,7 +25,7 @@ uint32_t LibraryThreads() {
   return threads;
 }
 
-// An array of bf16 on the device with room for one param of each optimizer.
+// An array of bf16 on the device, with room for one param of each optimizer.
 uint16_t* NewArray(const Context& context, uint64_t optimizers, uint16_t value) {
   const std::vector<uint16_t> values(optimizers * kStride, value);
   const uint64_t bytes = values.size() * sizeof(uint16_t);

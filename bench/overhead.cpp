@@ -10,8 +10,8 @@ namespace {
 constexpr uint64_t kParams = 10'000;
 constexpr uint64_t kParamElements = 1'000;
 constexpr uint64_t kElements = kParams * kParamElements;
-// Allocators align every array to a cache line or more; packed params, one right behind the other,
-// lie at any address.
+// Allocators align every array to a cache line or more. Packed params, which follow each other
+// without a gap, begin at any address.
 constexpr uint64_t kAlignedStride = 1'024;
 constexpr double kBytes = 28;
 constexpr uint32_t kRoundsFactor = 4;  // these steps are short, and their differences small

@@ -1,5 +1,5 @@
-// Pages: memory straight from the system with the library's wish for huge pages. The thread that
-// touches a page first decides on which node it lies.
+// Pages: memory from mmap that asks for huge pages, as the library's does. The thread that touches
+// a page first decides on which node the page lies.
 #pragma once
 
 #include <sys/mman.h>

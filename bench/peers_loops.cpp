@@ -1,4 +1,4 @@
-// The memory-shaped loop as a library, for peers.py.
+// The loop that only moves memory, as a shared library for peers.py.
 #include "loops.h"
 #include "team.h"
 

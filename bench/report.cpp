@@ -15,7 +15,7 @@ std::string Format(const char* format, Arguments... arguments) {
   return text;
 }
 
-// Figures range from hundredths to thousands of millions.
+// A short text of a figure; figures range from 0.01 to 10^9.
 std::string Short(double value) {
   if (std::abs(value) >= 1e6) return Format("%.0f M", value * 1e-6);
   return Format("%.3f", value);

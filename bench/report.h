@@ -1,5 +1,5 @@
-// Report: what the suites found. Rows are things that were timed; figures are numbers with a name
-// for machines, most of them ratios of rows paired within rounds.
+// Report: the results of the suites. Rows are contenders with their times. Figures are named
+// numbers for programs that read the report; most are ratios of two rows, paired within rounds.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,9 @@ struct Row {
   std::string name;
   uint32_t threads;
   uint64_t elements;
-  double bytes_per_param;  // moved to and from memory; 0: no sense in a rate
+  double bytes_per_param;  // moved to and from memory; 0: a rate would say nothing
   Spread seconds;
-  Spread speed;  // against the row it is compared with, as times are paired; 0: none
+  Spread speed;  // relative to the row that it is compared with, from times paired within rounds
 };
 
 struct Figure {

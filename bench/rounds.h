@@ -1,6 +1,6 @@
-// Rounds: every contender runs once a round, so that each round pairs times that met the same
-// machine. What a machine gives changes from second to second; the ratios within a round change far
-// less.
+// Rounds: every contender runs once in each round, so that the times of a round are measured under
+// the same conditions. The speed of a machine changes from second to second; the ratios within a
+// round change far less.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,11 @@ namespace bench {
 
 using Times = std::vector<double>;  // seconds, one a round
 
-double Seconds();  // of a clock that only grows
+double Seconds();  // of a monotonic clock
 
-// Times each of `contenders` in `rounds` rounds, after one that does not count. Each round starts
-// with another one, so that none always follows the same. `title` is for the progress line.
+// Times each of `contenders` in `rounds` rounds, after one round that does not count. Each round
+// starts with another contender, so that none always runs after the same one. `title` is for the
+// progress line.
 std::vector<Times> TimeRounds(const std::string& title, uint32_t rounds,
                               const std::vector<std::function<void()>>& contenders);
 

@@ -17,7 +17,7 @@ void Append(Counts& counts, const Counts& more) {
   counts.insert(counts.end(), more.begin(), more.end());
 }
 
-// GPT-2 124M, whole: 148 tensors, most of them biases and norms of 768.
+// All of GPT-2 124M: 148 tensors, most of them biases and norms of 768 elements.
 Counts Gpt2() {
   constexpr uint64_t kWidth = 768;
   Counts counts = {50257 * kWidth, 1024 * kWidth};
@@ -28,7 +28,8 @@ Counts Gpt2() {
   return counts;
 }
 
-// What one of 8 tensor-parallel ranks holds of 4 of Llama-3 8B's 32 layers: an eighth of the rank.
+// What one of 8 tensor-parallel ranks holds of 4 of the 32 layers of Llama-3 8B, which is an eighth
+// of the rank's whole part.
 Counts Llama3() {
   constexpr uint64_t kWidth = 4096, kHidden = 14336, kKeys = 1024, kRanks = 8;
   Counts counts = {128256 * kWidth / kRanks / 8};
@@ -40,8 +41,8 @@ Counts Llama3() {
   return counts;
 }
 
-// What one of 8 expert-parallel ranks holds of 2 of Qwen3-30B-A3B's 48 layers: 16 of 128 experts,
-// each a tensor of its own.
+// What one of 8 expert-parallel ranks holds of 2 of the 48 layers of Qwen3-30B-A3B: 16 of 128
+// experts, each of which has its own tensors.
 Counts Qwen3() {
   constexpr uint64_t kWidth = 2048, kExpert = 768, kHeads = 4096, kKeys = 512, kRanks = 8;
   Counts counts;
@@ -61,7 +62,7 @@ struct Model {
   Counts counts;
 };
 
-// Params and gradients of a model, one param behind the other.
+// Params and gradients of a model; each param begins where the one before it ends.
 class Arrays {
  public:
   explicit Arrays(const Counts& counts)
@@ -122,7 +123,7 @@ constexpr NamedLayout kLayouts[] = {
     {"bf16 moments", "bf16_20", "at least 1.25", 20, {OFFLOAD_MASTER_FP32, OFFLOAD_BF16}},
     {"both", "split18", "at least 1.45", 18, {OFFLOAD_MASTER_SPLIT, OFFLOAD_BF16}}};
 
-// The same params with their state in each layout, against fp32 state.
+// The same params with their state in each layout, compared with fp32 state.
 void MeasureLayouts(const Settings& settings, const Model& model, uint32_t threads,
                     const std::string& suffix, Report& report) {
   const uint64_t elements = std::accumulate(model.counts.begin(), model.counts.end(), uint64_t{0});

@@ -9,7 +9,7 @@ namespace {
 
 constexpr uint64_t kGrainElements = 64;
 
-// The index-th CPU that this process may use.
+// Pins the calling thread to the index-th CPU that this process may use.
 void PinThisThread(uint32_t index) {
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;

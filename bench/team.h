@@ -1,5 +1,5 @@
-// Team: threads for the comparison loops, each pinned to a CPU, with the ranges that the library
-// begins with.
+// Team: threads for the comparison loops. Each is pinned to a CPU and works on the range that a
+// thread of the library begins with.
 #pragma once
 
 #include <barrier>
@@ -16,7 +16,7 @@ class Team {
   ~Team();
 
   // Calls body(begin, end) on every thread with its part of `count` elements, cut at multiples of
-  // 64, and returns when all have returned.
+  // 64, and returns when all calls have returned.
   void Split(uint64_t count, const std::function<void(uint64_t begin, uint64_t end)>& body);
 
  private:
@@ -26,7 +26,7 @@ class Team {
   std::barrier<> begin_;
   std::barrier<> end_;
   uint64_t count_ = 0;
-  const std::function<void(uint64_t, uint64_t)>* body_ = nullptr;  // null: the threads end
+  const std::function<void(uint64_t, uint64_t)>* body_ = nullptr;  // null tells the threads to end
   std::vector<std::thread> threads_;
 };
 

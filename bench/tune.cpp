@@ -1,7 +1,7 @@
-// hybridopt_tune: which sizes suit a machine whose state on the host is updated by CPU threads, by
-// the GPU, or by both. It tries chunks, rings and stream priorities, one at a time around the
-// defaults, and prints a line for each. What the library has as constants is replaced between it
-// and the device, or its kernels. bench/README.md says how to read the table.
+// hybridopt_tune finds the sizes that suit a machine, for state on the host that is updated by CPU
+// threads, by the GPU, or by both. It varies chunks, rings and stream priorities, one at a time
+// from the defaults, and prints a line for each. To vary what is a constant in the library, it
+// replaces the device's functions or the kernels. bench/README.md says how to read the table.
 #include <CLI/CLI.hpp>
 #include <atomic>
 #include <cstdio>
@@ -28,16 +28,18 @@ struct Settings {
   bool sim = false;
 };
 
-// What is tried. 0 is the library's choice.
+// The values that one line of the table tries. 0 means the library's choice.
 struct Knobs {
   uint64_t chunk_elements = 0;
   uint32_t staging_slots = 0;
   uint32_t ring_slots = 0;
-  bool priority_of_callers = false;    // of the stream of streamed updates; else the lowest
-  bool params_through_caches = false;  // to the staging ring; else past them
+  // The stream for streamed updates has the priority of the callers' streams; else the lowest one.
+  bool priority_of_callers = false;
+  // Params are written to the staging ring through the caches; else past them.
+  bool params_through_caches = false;
 };
 
-// The settings of the optimizer that runs.
+// The knobs of the optimizer that is running.
 Knobs knobs;
 
 class TunedDevice final : public hybridopt::ForwardingDevice {
@@ -56,8 +58,8 @@ class TunedDevice final : public hybridopt::ForwardingDevice {
 constexpr hybridopt::SpanTypes kTypes = {OFFLOAD_BF16, OFFLOAD_BF16, {}};
 hybridopt::UpdateFunction past_the_caches;
 
-// The library stores params of bf16 past the caches if they are aligned. So these go through a
-// block in the first-level cache that is not.
+// The library stores bf16 params past the caches if they are aligned. So this kernel stores them
+// into an unaligned block, which stays in the first-level cache.
 void UpdateThroughCaches(const hybridopt::Coefficients& coefficients,
                          const hybridopt::UpdateSpan& span) {
   if (!knobs.params_through_caches) return past_the_caches(coefficients, span);
@@ -146,7 +148,7 @@ class Tuner {
 
   uint32_t threads() const { return context_.Info().threads; }
 
-  // The rates of the executors, one line.
+  // Measures the rates of the executors and prints them as one line.
   void Try(const std::string& what, const Layout& layout, const Knobs& tried, bool cpu,
            bool streamed) {
     std::string line;
@@ -156,7 +158,8 @@ class Tuner {
     Print(what, layout, line);
   }
 
-  // What is left of a model's speed and of the streams'.
+  // Measures how much of its own speed a model keeps beside the streams, and the streams beside the
+  // model.
   void TryBesideModel(const std::string& what, const Layout& layout, const Knobs& tried) {
     const std::string rate = Rate(layout, tried, OFFLOAD_EXECUTORS_STREAMED);
     std::string line = "  streamed " + rate;
@@ -280,8 +283,8 @@ void TryPriorities(Tuner& tuner, const Layout& layout) {
   tuner.TryBesideModel("priority of callers' streams", layout, knobs);
 }
 
-// With fewer threads the CPU leaves more of the host's memory to streams, which need fewer bytes of
-// it for a param.
+// With fewer threads the CPU leaves more of the host's memory rate to the streams, which need fewer
+// bytes of it per param.
 void TryFewerThreads(const Settings& settings, uint32_t all) {
   for (uint32_t quarters : {3, 2}) {
     Settings fewer = settings;

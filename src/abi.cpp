@@ -64,7 +64,7 @@ Status CheckStructSize(uint32_t got, size_t expected, const char* name) {
                        expected);
 }
 
-// Reads a struct of any release: fields that the caller's struct does not have are zero; fields
+// Reads a struct of any release: fields that the caller's struct does not have become zero; fields
 // that this release does not have must be zero.
 template <typename Struct>
 Result<Struct> Read(const Struct* source, const char* name) {
@@ -86,7 +86,8 @@ Result<Struct> Read(const Struct* source, const char* name) {
   return result;
 }
 
-// Element i of an array of structs whose distance is the struct_size of the first one.
+// Element i of an array of structs; the struct_size of the first one is the distance between two of
+// them.
 template <typename Struct>
 Result<Struct> ReadElement(const Struct* array, uint32_t i, const char* name) {
   uint32_t stride = 0;
@@ -117,7 +118,8 @@ Status CheckOutput(const Struct* target, const char* name) {
   return CheckStructSize(size, sizeof(Struct), name);
 }
 
-// Writes the smaller of both sizes, and does not change the caller's struct_size.
+// Writes as many bytes as the smaller of both structs has, and does not change the caller's
+// struct_size.
 template <typename Struct>
 void Write(Struct* target, Struct value) {
   std::memcpy(&value.struct_size, target, sizeof(uint32_t));
@@ -166,7 +168,7 @@ Result<std::vector<ParamInput>> ReadParams(const offload_param_t* params, uint32
 }
 
 // The body of all calls that queue work of an optimizer. `queue` gets the optimizer and returns the
-// ticket, which the caller may not want.
+// ticket. The caller's pointer for the ticket may be NULL.
 template <typename Queue>
 int32_t QueueWork(offload_optimizer_t optimizer, offload_ticket_t* ticket, Queue&& queue) {
   return Guard([&]() -> Status {
@@ -177,8 +179,8 @@ int32_t QueueWork(offload_optimizer_t optimizer, offload_ticket_t* ticket, Queue
   });
 }
 
-// The body of all moves. `known` has all flags that the call accepts; `move_of` turns flags into a
-// move.
+// The body of all moves. `known` contains all flags that the call accepts; `move_of` converts flags
+// into a move.
 int32_t QueueMove(offload_optimizer_t optimizer, const offload_move_options_t* options,
                   offload_ticket_t* ticket, FunctionRef<Move(uint32_t flags)> move_of,
                   uint32_t known) {

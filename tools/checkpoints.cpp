@@ -17,7 +17,7 @@ using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
 
 constexpr uint64_t kPathBytes = 4096;
 
-// With `verify` the library reads all data of the checkpoint that it names.
+// With `verify` the library reads all data of the checkpoint that it returns.
 Result<std::string> NewestIn(const std::string& directory, bool verify) {
   const auto options = offload_init<offload_verify_options_t>();
   std::string path(kPathBytes, '\0');

@@ -1,4 +1,4 @@
-// Checkpoints as people name them: one, or a directory that holds several.
+// Finds the checkpoint that a command line names: a checkpoint, or a directory that holds several.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace tool {
 
-// Opens a checkpoint. For a directory that holds checkpoints instead of being one, the text of the
-// failure names the newest of them.
+// Opens a checkpoint. If the directory is not a checkpoint but holds some, the error text names the
+// newest of them.
 hybridopt::Result<hybridopt::checkpoint::Reader> OpenCheckpoint(const std::string& directory);
 
 }  // namespace tool

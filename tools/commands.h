@@ -1,5 +1,5 @@
-// The commands of the hybridopt tool. Each prints its result to standard output, for people or as
-// one JSON object, and returns a status that main turns into an exit code.
+// The commands of the hybridopt tool. Each prints its result to standard output, as text or as one
+// JSON object, and returns a status that main turns into an exit code.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct ListOptions {
 };
 struct NewestOptions {
   std::string directory;
-  bool verify = false;  // read the data too
+  bool verify = false;  // also read the data
 };
 struct InspectOptions {
   std::string directory;
@@ -39,13 +39,13 @@ struct ExportOptions {
   std::string dtype = "fp32";
 };
 
-// Of the JSON that doctor prints and plan reads.
+// The version of the JSON that doctor prints and plan reads.
 inline constexpr uint32_t kDoctorVersion = 1;
 
 struct DoctorOptions {
   std::string device;         // cuda, sim or none; empty: cuda where there is one
-  std::string directory;      // where a disk is measured; empty: nowhere
-  uint64_t memory_bytes = 0;  // the most to take; 0: an eighth of what is available, at most 4 GiB
+  std::string directory;      // the disk of this directory is measured; empty: no disk is
+  uint64_t memory_bytes = 0;  // the memory limit; 0: an eighth of what is available
 };
 
 struct PlanOptions {
@@ -56,17 +56,17 @@ struct PlanOptions {
   bool small_state = false;   // split masters and bf16 moments
   std::string master_layout;  // of bf16 params; empty: "fp32", or "split" with small_state
   // The training around the optimizer.
-  bool hook_gradients = false;     // gradients leave during the backward pass: room on the host
+  bool hook_gradients = false;     // gradients leave during the backward pass, into host memory
   uint64_t early_bytes = 0;        // on the host, for early updates
   uint64_t stash_bytes = 0;        // the budget of an activation stash
-  uint64_t activations_bytes = 0;  // that wait for the backward pass
-  // Of another machine; 0: what is free on this one.
+  uint64_t activations_bytes = 0;  // kept until the backward pass
+  // The memory of another machine; 0: what is free on this one.
   uint64_t host_memory_bytes = 0;
   uint64_t device_memory_bytes = 0;
 };
 
-// What a command has to say, in both ways. A command that found damage has something to say and a
-// status as well.
+// The output of a command as text and as JSON. A command that found damage has an output and also a
+// status that is not OK.
 struct Report {
   std::string text;
   Json json;

@@ -20,21 +20,21 @@ namespace {
 constexpr uint64_t kGiB = uint64_t{1} << 30;
 constexpr uint64_t kElementsUnit = uint64_t{1} << 20;
 constexpr uint64_t kElementsMost = uint64_t{256} << 20;
-constexpr uint64_t kMemoryMost = 4 * kGiB;      // of a measurement, unless an option says more
-constexpr uint64_t kSimMemoryBytes = 8 * kGiB;  // addresses only, until something is stored there
-// What most machines with this library's purpose reach.
+constexpr uint64_t kMemoryMost = 4 * kGiB;      // unless an option says more
+constexpr uint64_t kSimMemoryBytes = 8 * kGiB;  // pages are taken when something is stored
+// A link below this rate counts as slow; most machines that train models have a faster one.
 constexpr double kSlowLink = 10e9;
 constexpr double kSlowDisk = 0.5e9;
-constexpr double kNoisyCpus = 0.1;  // of all, kept busy by others
+constexpr double kNoisyCpus = 0.1;  // fraction of all CPUs that other processes keep busy
 
-// One line of the answer. `mend` is a line to type or what to change; empty: all is well.
+// One line of the output. `mend` is a command to type or a setting to change; empty: all is well.
 struct Check {
   std::string name;
   std::string text;
   std::string mend;
 };
 
-// What is known and measured so far.
+// The results of doctor so far.
 struct Findings {
   std::vector<Check> checks;
   Json machine, device = nullptr;
@@ -44,7 +44,7 @@ struct Findings {
   void Mend(const char* name, const std::string& text, const std::string& mend) {
     checks.push_back({name, text, mend});
   }
-  // `mend` where it is needed.
+  // Adds a line; `mend` is shown if it is not `good`.
   void Add(const char* name, const std::string& text, bool good, const std::string& mend) {
     checks.push_back({name, text, good ? "" : mend});
   }
@@ -83,7 +83,8 @@ void LookAtCpus(const bench::Machine& machine, const offload_context_info_t& inf
                       {"threads", info.threads}};
 }
 
-// Once threads have been started, which decides how far memory can be placed.
+// Called after the library has started its threads, because only then does it know where it can
+// place memory.
 void LookAtNuma(const offload_context_info_t& info, Findings& findings) {
   const char* const rungs[] = {"the system decides where memory lies",
                                "memory lies where threads touch it first",
@@ -137,7 +138,7 @@ void LookAtHugePages(Findings& findings) {
 
 constexpr char kTakeLess[] = "hybridopt doctor --memory 256MiB takes less";
 
-// A measurement that failed is a line of the answer too.
+// A measurement that failed is a line of the output too.
 template <typename T>
 const T* Took(const Result<T>& result, const char* name, const char* mend, Findings& findings) {
   if (result.ok()) return &result.value();
@@ -262,12 +263,12 @@ void LookAtDevice(const bench::Machine& machine, const offload_context_info_t& i
 }
 
 struct Sizes {
-  uint64_t elements = 0;      // of a training
-  uint64_t memory_bytes = 0;  // of what else is measured
-  uint64_t pinned_bytes = 0;  // where the ladder ends
+  uint64_t elements = 0;      // of the param that is trained
+  uint64_t memory_bytes = 0;  // of the other measurements
+  uint64_t pinned_bytes = 0;  // the largest size that is tried
 };
 
-// All that needs the device; a GPU that is not there is a line too.
+// All measurements that need the device. A missing GPU is a line of the output too.
 Status MeasureDevice(const DoctorOptions& options, const bench::Machine& machine,
                      const Sizes& sizes, StageLine& stage, Findings& findings) {
   if (options.device == "none") return {};

@@ -23,7 +23,7 @@ int32_t TargetDtype(const std::string& name) {
   return name == "bf16" ? OFFLOAD_BF16 : name == "fp16" ? OFFLOAD_FP16 : OFFLOAD_FP32;
 }
 
-// Rounds elements that arrive as bytes; gives bytes.
+// Converts elements, given as bytes, to the dtype of the export, as bytes.
 class Converter {
  public:
   Converter(int32_t from, int32_t to) : from_(from), to_(to) {}
@@ -64,7 +64,7 @@ class Converter {
 bool Holds(const StoredParam& param, int32_t kind) {
   for (const StoredShard& shard : param.shards)
     if (FindTensor(shard, kind) != nullptr) return true;
-  // A tensor without elements has a master too.
+  // A tensor without elements counts as having a master.
   return !HasElements(param) && kind == OFFLOAD_STATE_MASTER;
 }
 
@@ -78,7 +78,7 @@ class Exporter {
   Exporter(const Reader& reader, Gatherer* gatherer, int32_t kind, int32_t to)
       : reader_(reader), gatherer_(gatherer), kind_(kind), to_(to) {}
 
-  // What there is to write, and the file's head.
+  // Lists the tensors to write and makes the head of the file.
   Status Plan() {
     const Manifest& manifest = reader_.manifest();
     head_.metadata = {{"format", "pt"},
@@ -152,7 +152,7 @@ Status CheckOut(const std::string& out) {
                        error == -ENOENT ? "make it first" : "choose another one");
 }
 
-// Never replaces anything, where the system can promise that.
+// Does not replace an existing file, if the file system supports such a rename.
 int RenameFile(const std::string& from, const std::string& out) {
   const int error = SystemFiles().RenameNoReplace(from, out);
   if (error != -ENOSYS && error != -EINVAL) return error;
@@ -162,13 +162,14 @@ int RenameFile(const std::string& from, const std::string& out) {
 Status NameFile(const std::string& from, const std::string& out) {
   if (const int error = RenameFile(from, out); error != 0) return IoError("name", out, error);
   Status status = SyncDirectory(SystemFiles(), ParentOf(out));
-  // An export that failed has left nothing: what might not outlive a crash is taken back.
+  // An export that failed must leave nothing, so a file that might not survive a crash gets its old
+  // name again.
   if (!status.ok()) (void)SystemFiles().Rename(out, from);
   return status;
 }
 
-// The file grows in a directory as checkpoints do. What is left of an export that was killed is
-// recognised by that, and removed by the next one to the same place.
+// The file is written into a temporary directory, as a checkpoint is. If an export is killed, the
+// next one to the same place recognises that directory by its name and removes it.
 Status WriteAndName(Exporter* exporter, const std::string& out) {
   HYBRIDOPT_ASSIGN(PendingDirectory pending, PendingDirectory::Make(SystemFiles(), out));
   const std::string path = pending.path() + "/" + ShardFileName(0, 1);

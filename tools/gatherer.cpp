@@ -11,10 +11,10 @@ using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
 
 namespace {
 
-constexpr uint64_t kWindowBytes = uint64_t{2} << 20;  // of wanted elements, gathered at once
+constexpr uint64_t kWindowBytes = uint64_t{2} << 20;  // elements gathered at a time
 constexpr size_t kOpenFilesMax = 64;
 
-// Where the block begins in memory, and how much it takes: reads are rounded outward.
+// Where the block begins in memory, and its size: reads are rounded outward to whole units.
 constexpr uint64_t kBlockBegin = kWindowBytes;
 constexpr uint64_t kMemoryBytes = kBlockBegin + Gatherer::kUnitBytes + 2 * kDirectAlignment;
 
@@ -95,11 +95,12 @@ Status Gatherer::Read(const StoredParam& param, int32_t kind, const Shard& wante
   return {};
 }
 
-// Copies from one stored array into the window; segments are sorted by their source.
+// Copies from one stored array into the window. The segments are sorted by their position in the
+// array.
 Status Gatherer::CopySegments(const StoredParam& param, const StoredTensor& tensor,
                               std::span<const Segment> segments) {
   const uint64_t element_bytes = hybridopt::DtypeBytes(tensor.dtype);
-  uint64_t have_begin = 0, have_end = 0;  // of the array, what the block holds
+  uint64_t have_begin = 0, have_end = 0;  // the range of the array that the block holds
   const std::byte* have = nullptr;
   for (const Segment& segment : segments) {
     const uint64_t bytes = segment.count * element_bytes;
@@ -119,7 +120,7 @@ Status Gatherer::CopySegments(const StoredParam& param, const StoredTensor& tens
   return {};
 }
 
-// The bytes of an array from `begin` to `end`, into the block.
+// Reads the bytes of an array from `begin` to `end` into the block.
 Result<const std::byte*> Gatherer::ReadUnit(const StoredParam& param, const StoredTensor& tensor,
                                             uint64_t begin, uint64_t end) {
   HYBRIDOPT_ASSIGN(File* const file, FileOf(tensor.file));

@@ -1,5 +1,5 @@
-// Gatherer: the elements of one kind of state in any order that is wanted, read from wherever its
-// shards lie, through a fixed amount of memory.
+// Gatherer reads the elements of one kind of state in any order, from all files that hold their
+// shards, with a fixed amount of memory.
 #pragma once
 
 #include <cstddef>
@@ -20,18 +20,20 @@ using hybridopt::Status;
 
 class Gatherer {
  public:
-  // Both outlive it. `verified` keeps what the reader's Verify has read, before Read is called.
+  // Both must outlive the Gatherer. `verified` holds what the reader's Verify has read; call that
+  // before Read.
   static Result<Gatherer> Make(const hybridopt::checkpoint::Reader& reader,
                                const hybridopt::checkpoint::ReadHashes& verified);
-  // What is read of an array at once, and compared with what was verified.
+  // The size of the units in which an array is read and compared with what was verified.
   static constexpr uint64_t kUnitBytes = uint64_t{1} << 20;
 
-  // Whether every element of a kind is stored, once and in one dtype. CHECKPOINT_MISMATCH or
+  // OK if every element of a kind is stored exactly once, all in one dtype. CHECKPOINT_MISMATCH or
   // _CORRUPT names the param.
   Result<int32_t> Check(const hybridopt::checkpoint::StoredParam& param, int32_t kind) const;
 
-  // Hands the bytes of the wanted shard's elements out in its order, some at a time: always whole
-  // elements. Check has been OK. CHECKPOINT_CORRUPT where a file has changed since it was verified.
+  // Passes on the bytes of the wanted shard's elements in order, piece by piece, each with whole
+  // elements. Call it only after Check has returned OK. CHECKPOINT_CORRUPT if a file has changed
+  // since it was verified.
   Status Read(const hybridopt::checkpoint::StoredParam& param, int32_t kind, const Shard& wanted,
               FunctionRef<Status(const std::byte* data, uint64_t bytes)> take);
 
@@ -51,7 +53,7 @@ class Gatherer {
 
   const hybridopt::checkpoint::Reader* reader_;
   const hybridopt::checkpoint::ReadHashes* verified_;
-  hybridopt::Arena memory_;                                // the window, then the block
+  hybridopt::Arena memory_;                                // the window, followed by the block
   std::map<uint32_t, hybridopt::checkpoint::File> files_;  // open now
 };
 

@@ -6,7 +6,7 @@
 namespace tool {
 namespace {
 
-// What the library says to programs that choose a device by a field, and what a person is told.
+// A text of the library, which names a field of the ABI, and the text that this tool shows instead.
 struct Words {
   std::string_view abi, person;
 };

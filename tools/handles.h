@@ -1,4 +1,5 @@
-// The library's handles as objects of C++, for commands that ask the library and not files.
+// The library's handles as C++ objects, for commands that call the library instead of reading
+// files.
 #pragma once
 
 #include "base/status.h"
@@ -6,7 +7,7 @@
 
 namespace tool {
 
-// What a call of the ABI returned, with its text in the words of this tool.
+// The status that a call of the ABI returned, with its text in the words of this tool.
 hybridopt::Status StatusOf(int32_t status);
 
 class Context {

@@ -1,6 +1,6 @@
-// hybridopt: tells what this machine can do and what optimizer state takes; looks at checkpoints,
-// verifies, reshards and exports them. Exit codes: 0 done, 1 the checkpoint is damaged or does not
-// hold what was asked for, 2 wrong usage, 3 could not be done.
+// hybridopt: reports what this machine can do and how much memory optimizer state takes; lists,
+// verifies, reshards and exports checkpoints. Exit codes: 0 done, 1 the checkpoint is damaged or
+// does not hold what was asked for, 2 wrong usage, 3 could not be done.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -20,7 +20,7 @@ namespace tool {
 namespace {
 
 constexpr int kUsage = 2;
-constexpr bool kInAscii = true;  // of JSON: names in files may hold what acts on a terminal
+constexpr bool kInAscii = true;  // for JSON: names may contain control sequences of a terminal
 
 int ExitCode(const Status& status) {
   switch (status.code()) {
@@ -53,13 +53,13 @@ int Tell(const Result<Report>& result, bool json) {
   return 3;
 }
 
-// What was asked for on the command line.
+// What the command line asks for.
 struct Request {
   std::function<Result<Report>()> run;
   bool json = false;
 };
 
-// A command, whose options are to be added. `run` answers it.
+// Adds a command, to which the caller adds its options. `run` executes it.
 CLI::App* AddCommand(CLI::App& app, Request& request, const char* name, const char* text,
                      std::function<Result<Report>()> run) {
   CLI::App* const command = app.add_subcommand(name, text);
@@ -68,7 +68,7 @@ CLI::App* AddCommand(CLI::App& app, Request& request, const char* name, const ch
   return command;
 }
 
-// An option that is a number of bytes.
+// Adds an option that is a number of bytes.
 CLI::Option* AddSize(CLI::App* command, const char* name, uint64_t& bytes, const char* text) {
   return command->add_option(name, bytes, text)
       ->transform(CLI::AsSizeValue(true))
@@ -184,7 +184,8 @@ void AddCheckpointCommands(CLI::App& app, Request& request) {
       ->capture_default_str();
 }
 
-// How many letters must be put in, left out or changed to make one word of the other.
+// The edit distance: how many letters must be inserted, removed or replaced to turn one word into
+// the other.
 size_t Distance(const std::string& one, const std::string& other) {
   std::vector<size_t> row(other.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});
@@ -200,7 +201,7 @@ size_t Distance(const std::string& one, const std::string& other) {
   return row.back();
 }
 
-// Empty if the word is a command; else what is wrong, and the command that it may stand for.
+// Empty if the word is a command; else an error text that names the most similar command.
 std::string UnknownCommand(const CLI::App& app, const std::string& word) {
   constexpr size_t kWordMost = 32;
   std::string nearest;

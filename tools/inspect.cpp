@@ -25,7 +25,7 @@ struct KindSummary {
   uint64_t bytes = 0;
 };
 
-// By kind, in the order of the ABI.
+// The summaries by kind of state, in the order of the ABI.
 std::map<int32_t, KindSummary> Summarize(const StoredParam& param) {
   std::map<int32_t, KindSummary> kinds;
   for (const StoredShard& shard : param.shards) {

@@ -17,7 +17,7 @@ using hybridopt::system::NowNs;
 constexpr uint64_t kGrainBytes = 4096;
 constexpr uint64_t kPieceBytes = uint64_t{16} << 20;
 
-// Calls body(begin, end) on each thread of the pool with its part of `bytes`.
+// Calls body(begin, end) on each thread of the pool with that thread's part of `bytes`.
 template <typename Body>
 Status Split(hybridopt::WorkerPool& pool, uint64_t bytes, const Body& body) {
   return pool.Run([&](uint32_t index) {
@@ -27,7 +27,7 @@ Status Split(hybridopt::WorkerPool& pool, uint64_t bytes, const Body& body) {
   });
 }
 
-// In vectors of their own size, as any compiler makes them at any level of optimization.
+// Vectors of 16 bytes are explicit, so that any compiler uses them at any level of optimization.
 void AddOne(uint64_t* words, const uint64_t* end) {
   using Vector = uint64_t __attribute__((vector_size(16), may_alias));
   for (; words < end; words += 8) {
@@ -85,7 +85,7 @@ Result<double> MemoryRate::Measure() {
 Status SmallTraining::TakeOnHost(uint32_t threads, uint64_t bytes) {
   HYBRIDOPT_ASSIGN(host_, Arena::Map(bytes));
   params_ = host_.data();
-  // The threads that update a page touch it first.
+  // Each page is first touched by the thread that will update it.
   hybridopt::WorkerPool pool(threads);
   return Split(pool, bytes,
                [&](uint64_t begin, uint64_t end) { std::memset(params_ + begin, 0, end - begin); });
@@ -138,7 +138,7 @@ Result<std::unique_ptr<SmallTraining>> SmallTraining::Make(const Context& contex
 }
 
 SmallTraining::~SmallTraining() {
-  optimizer_.reset();  // before the params that it knows
+  optimizer_.reset();  // before the params, whose addresses it holds
   if (on_device_ != nullptr) (void)offload_device_free(context_.get(), on_device_);
 }
 
@@ -155,7 +155,7 @@ Result<double> SmallTraining::Step(uint32_t flags) {
 Result<double> SmallTraining::MedianStep() {
   constexpr double kSeconds = 0.7;
   constexpr size_t kStepsMost = 15;
-  HYBRIDOPT_TRY(Step(0).status());  // touches memory, and starts threads
+  HYBRIDOPT_TRY(Step(0).status());  // touches the memory and starts the threads
   std::vector<double> seconds;
   const int64_t begin_ns = NowNs();
   while (seconds.size() < 3 || (seconds.size() < kStepsMost && SecondsSince(begin_ns) < kSeconds)) {
@@ -177,7 +177,8 @@ Status SmallTraining::Save(const std::string& path) {
 
 namespace {
 
-// Pieces of a stash that go down and come up, all the same one of the device's memory.
+// Pushes pieces to a stash and fetches them. All pushes read one piece of the device's memory, and
+// all fetches write another one.
 class Copies {
  public:
   static Result<std::unique_ptr<Copies>> Make(const Context& context, uint64_t pieces) {
@@ -209,7 +210,7 @@ class Copies {
     }
     return {};
   }
-  // Of the pieces that went down first.
+  // Fetches the `pieces_` pieces that were pushed first.
   Status Fetch() {
     auto* const destination = static_cast<std::byte*>(memory_) + kPieceBytes;
     for (uint64_t piece = 0; piece < pieces_; ++piece)

@@ -1,5 +1,5 @@
-// What the commands doctor and bench measure of this machine, through the library's ABI: the rates
-// of memory, of updates by each executor, of the link to a GPU, of pinning and of a disk.
+// Measurements of this machine for the commands doctor and bench, made through the library's ABI:
+// the rates of memory, of updates by each executor, of the link to a GPU, of pinning and of a disk.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +17,14 @@ namespace tool {
 using hybridopt::Result;
 using hybridopt::Status;
 
-// How the state of a bf16 param may be stored.
+// A layout of the state of a bf16 param.
 struct Layout {
   const char* name;  // in JSON
   const char* text;  // for people
   int32_t master_layout;
   int32_t moment_dtype;
-  // What a step of AdamW reads and writes of the host's memory for each param there: gradient,
-  // param, state; with split masters the param twice.
+  // The bytes of the host's memory that a step of AdamW reads and writes for each element there:
+  // gradient, param, state; with split masters the param twice.
   double step_bytes;
 };
 inline constexpr Layout kLayouts[] = {
@@ -33,10 +33,10 @@ inline constexpr Layout kLayouts[] = {
     {"small", "split masters, bf16 moments", OFFLOAD_MASTER_SPLIT, OFFLOAD_BF16, 18},
 };
 
-// Who updates the state, and where it is.
+// An executor, and where the state is that it updates.
 struct Executor {
   const char* name;  // in JSON
-  const char* text;  // for people, behind a rate
+  const char* text;  // for people, after a rate
   bool on_host;      // params in the host's memory, without a device
   double device_fraction;
   int32_t host_executors;
@@ -48,7 +48,7 @@ inline constexpr Executor kExecutors[] = {
     {"both", " by both", false, 0, OFFLOAD_EXECUTORS_AUTO},
     {"device", " with state on the device", false, 1, OFFLOAD_EXECUTORS_AUTO},
 };
-// Of host memory, for each param: gradient, param and state in fp32.
+// The host memory of each element: gradient, param and state in fp32.
 inline constexpr uint64_t kTrainingBytes = 16;
 
 // A context that writes nothing to standard error.
@@ -57,12 +57,13 @@ Result<offload_context_info_t> InfoOf(const Context& context);
 
 double MedianOf(std::vector<double> values);
 
-// The memory of the host as update threads use it: each reads and writes its part of an array, and
-// computes next to nothing.
+// Measures the rate of the host's memory as update threads use it: each thread reads and writes its
+// part of an array and computes almost nothing.
 class MemoryRate {
  public:
   static Result<std::unique_ptr<MemoryRate>> Make(uint32_t threads, uint64_t bytes);
-  // Bytes a second in one pass over the array: read and written ones together.
+  // Makes one pass over the array. Returns its rate in bytes per second; bytes read and bytes
+  // written count both.
   Result<double> Measure();
 
  private:
@@ -77,9 +78,10 @@ class SmallTraining {
  public:
   static Result<std::unique_ptr<SmallTraining>> Make(const Context& context, const Layout& layout,
                                                      const Executor& executor, uint64_t elements);
-  // The seconds of one step, from the call until it is done. `flags` as in offload_step_options.
+  // The duration in seconds of one step, from the call to its completion. `flags` are those of
+  // offload_step_options.
   Result<double> Step(uint32_t flags);
-  // The median of several steps of which the gradients are checked, in about a second.
+  // The median duration of several steps that check their gradients; takes about a second.
   Result<double> MedianStep();
   Status Save(const std::string& path);
   ~SmallTraining();
@@ -91,7 +93,7 @@ class SmallTraining {
 
   const Context& context_;
   hybridopt::Arena host_;      // params, then gradients
-  void* on_device_ = nullptr;  // the same of a device
+  void* on_device_ = nullptr;  // the same arrays on the device
   std::byte* params_ = nullptr;
   std::unique_ptr<Optimizer> optimizer_;
 };
@@ -99,18 +101,18 @@ class SmallTraining {
 struct LinkRates {  // bytes a second
   double down = 0;
   double up = 0;
-  double both = 0;  // both ways at once, added up
+  double both = 0;  // the sum of both directions, used at the same time
 };
 Result<LinkRates> MeasureLink(const Context& context, uint64_t bytes);
 
-// How long it takes to get host memory that is pinned.
+// How long it took to allocate pinned host memory of one size.
 struct PinnedRung {
   uint64_t bytes = 0;
-  uint64_t pinned_bytes = 0;  // less than asked for: more was not pinned
+  uint64_t pinned_bytes = 0;  // less than `bytes` if not all of it could be pinned
   double seconds = 0;
 };
-// Rungs of growing size, each four times the one before, up to `bytes_max`; the last one is the
-// first that is not pinned as a whole, or takes more than some seconds.
+// Allocates growing sizes, each four times the one before, up to `bytes_max`. The last one is the
+// first that cannot be pinned as a whole or takes more than some seconds.
 Result<std::vector<PinnedRung>> ClimbPinned(const Context& context, uint64_t bytes_max);
 
 struct DiskRates {  // bytes a second

@@ -16,16 +16,17 @@ namespace {
 
 using hybridopt::kAlgorithms;
 
-// The library plans a real model only where its params lie in memory, so the plan is made of two
-// models that are small: a share takes a constant and, for each element, the same bytes again. Both
-// fill the rings, whose chunks are those of a GPU.
+// The library can plan a real model only where its params are in memory. So the plan comes from two
+// small models: a share takes a constant number of bytes and a fixed number per element. Both
+// models are large enough to fill the rings, whose chunks have the size of those of a GPU.
 constexpr uint64_t kGpuChunkElements = uint64_t{1} << 22;
 constexpr uint64_t kSmallElements =
-    32 * kGpuChunkElements;  // more than have smaller last chunks alone
+    32 * kGpuChunkElements;  // enough that most chunks have the full size
 constexpr uint64_t kLargeElements = 2 * kSmallElements;
-// What an option may say. Negative numbers, which the parser takes for large ones, are more.
+// The largest value of an option. The parser reads negative numbers as larger ones, so they are
+// refused too.
 constexpr uint64_t kSizeMaxBytes = uint64_t{1} << 50;
-// The memory of the simulated device: an eighth of it is enough for the ring. Nothing touches it.
+// The memory of the simulated device; an eighth of it is enough for the ring. Nothing accesses it.
 constexpr uint64_t kDeviceBytes = uint64_t{4} << 30;
 
 bool IsChoice(const hybridopt::DtypeRow& row) { return row.is_of_params; }
@@ -34,7 +35,7 @@ bool IsChoice(const hybridopt::FormatRow& row) {
   return row.master_layout != hybridopt::kNotOffered;
 }
 
-// The row that an option names.
+// Finds the row that an option names.
 template <typename Row, size_t kCount>
 Result<const Row*> FindName(const Row (&rows)[kCount], const std::string& name,
                             const char* option) {
@@ -48,7 +49,8 @@ Result<const Row*> FindName(const Row (&rows)[kCount], const std::string& name,
                        name.c_str(), names.c_str());
 }
 
-// A group that the algorithm accepts. No number of it changes what is taken, but momentum is there.
+// A group that the algorithm accepts. Its values do not change the number of bytes, except that it
+// has momentum.
 offload_group_t GroupOf(const hybridopt::Algorithm& algorithm) {
   auto group = offload_init<offload_group_t>();
   for (const hybridopt::GroupField& field : hybridopt::kGroupFields)
@@ -57,7 +59,7 @@ offload_group_t GroupOf(const hybridopt::Algorithm& algorithm) {
   return group;
 }
 
-// The plan of one param on the simulated device; nothing is committed.
+// Plans one param on the simulated device without a commit.
 Result<offload_plan_t> SmallPlan(const PlanOptions& options, uint64_t elements,
                                  double device_fraction) {
   HYBRIDOPT_ASSIGN(const hybridopt::Algorithm* const algorithm,
@@ -80,8 +82,8 @@ Result<offload_plan_t> SmallPlan(const PlanOptions& options, uint64_t elements,
   optimizer_options.master_layout = format->master_layout;
   if (options.small_state) optimizer_options.moment_dtype = OFFLOAD_BF16;
   if (options.hook_gradients) optimizer_options.movable = OFFLOAD_MOVABLE_GRADS;
-  // Room for all elements, which grows with their number. The caller takes no more than the option
-  // says.
+  // Asks for room for all elements, which grows with their number; the caller reduces it to what
+  // the option says.
   if (options.early_bytes > 0) optimizer_options.early_update_bytes = kSizeMaxBytes;
   Optimizer optimizer;
   HYBRIDOPT_TRY(optimizer.Create(context, optimizer_options));
@@ -104,13 +106,13 @@ struct Sizes {
   double pinned_bytes = 0;
   double device_bytes = 0;
   double ring_bytes = 0;
-  double early_bytes = 0;  // that early updates of all elements would take
+  double early_bytes = 0;  // that early updates take if they cover all elements
   double down_bytes = 0;   // a step
   double up_bytes = 0;
 };
 
-// Adds the bytes of a share of `elements`. The bytes of a large model follow from the plans of two
-// smaller ones, because rings do not grow with the model.
+// Adds the bytes of a share of `elements`. The bytes of a large model are extrapolated from the
+// plans of two smaller ones, because rings do not grow with the model.
 Status AddShare(const PlanOptions& options, uint64_t elements, double device_fraction,
                 Sizes& sizes) {
   if (elements == 0) return {};
@@ -170,7 +172,7 @@ Status CheckSizes(const PlanOptions& options) {
   return {};
 }
 
-// The training around the optimizer, and the memory that there is for it.
+// What the training takes beside the optimizer, and the memory that there is for all of it.
 struct Training {
   uint64_t model_bytes = 0;        // params; gradients take as much
   uint64_t activations_bytes = 0;  // that stay on the device
@@ -195,7 +197,7 @@ Result<uint64_t> StashBytes(uint64_t budget_bytes) {
   return plan.host_bytes;
 }
 
-// What is free on the GPU of this machine; 0 without one.
+// The free memory on the GPU of this machine; 0 without a GPU.
 uint64_t DeviceFreeBytes() {
   Context context;
   auto options = offload_init<offload_context_options_t>();
@@ -286,7 +288,7 @@ Result<Report> Plan(const PlanOptions& options) {
   Sizes sizes;
   HYBRIDOPT_TRY(AddShare(options, options.elements - on_device, 0, sizes));
   HYBRIDOPT_TRY(AddShare(options, on_device, 1, sizes));
-  // The plans are of a room for all elements.
+  // The plans assume room for early updates of all elements.
   sizes.early_bytes = std::min(sizes.early_bytes, static_cast<double>(options.early_bytes));
   sizes.host_bytes += sizes.early_bytes;
   sizes.pinned_bytes += sizes.early_bytes;

@@ -18,7 +18,7 @@ using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
 using hybridopt::Printable;
 using hybridopt::system::SystemFiles;
 
-// What all shards of a param say alike: a shard of the new world can only say one of it.
+// Checks that all shards of a param agree on the values that a shard of the new world stores once.
 Status CheckAlike(const StoredParam& param) {
   for (const StoredShard& shard : param.shards) {
     const StoredShard& first = param.shards[0];
@@ -35,8 +35,8 @@ Status CheckAlike(const StoredParam& param) {
   return {};
 }
 
-// The part of rank `rank`: ranges in order, the first ones longer by one where it does not come out
-// even.
+// The part of rank `rank`: equal ranges in order; if they cannot be equal, the first ones are
+// longer by one element.
 StoredShard PartOf(const StoredParam& param, uint32_t rank, uint32_t world) {
   StoredShard part = param.shards[0];
   part.rank = rank;
@@ -53,7 +53,7 @@ StoredShard PartOf(const StoredParam& param, uint32_t rank, uint32_t world) {
   return part;
 }
 
-// The new manifest, but for places and hashes.
+// Makes the new manifest except for positions in files and hashes.
 Result<Manifest> Plan(const Manifest& old, const Gatherer& gatherer, uint32_t world) {
   Manifest plan = old;
   plan.writer = "hybridopt reshard " HYBRIDOPT_VERSION;
@@ -69,7 +69,7 @@ Result<Manifest> Plan(const Manifest& old, const Gatherer& gatherer, uint32_t wo
     std::vector<StoredShard> parts;
     for (uint32_t rank = 0; rank < world; ++rank) {
       StoredShard part = PartOf(param, rank, world);
-      // Of a param without elements there is one shard, which tells the step count.
+      // A param without elements has one shard, which holds the step count.
       if (part.shard.range_count > 0 || (rank == 0 && !HasElements(param)))
         parts.push_back(std::move(part));
     }
@@ -152,7 +152,7 @@ Status WriteAll(const Reader& reader, Gatherer* gatherer, Manifest* plan,
   return pending->Publish();
 }
 
-// The library's text is about a save; here its path is OUT.
+// Replaces the library's text, which is about a save, by one that names OUT.
 Status CheckOut(const std::string& out) {
   const Status status = PendingDirectory::CheckTarget(SystemFiles(), out);
   if (status.ok()) return {};

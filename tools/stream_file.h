@@ -1,4 +1,5 @@
-// StreamFile: a new file written from front to end, around the page cache where that goes.
+// StreamFile: a new file that is written from its beginning to its end, with direct I/O where the
+// file system supports it.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +14,11 @@ namespace tool {
 
 class StreamFile {
  public:
-  // Takes room for `bytes` at once; the caller must append exactly these.
+  // Reserves `bytes` on the disk; the caller must append exactly as many.
   static hybridopt::Result<std::unique_ptr<StreamFile>> Create(const std::string& path,
                                                                uint64_t bytes);
   hybridopt::Status Append(const void* data, uint64_t bytes);
-  // All is on disk afterwards.
+  // Returns when all bytes are on disk.
   hybridopt::Status Finish();
 
  private:

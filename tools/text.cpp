@@ -13,7 +13,7 @@
 namespace tool {
 namespace {
 
-// Letters of a UTF-8 text: bytes that do not continue one.
+// The number of letters of a UTF-8 text: all bytes except continuation bytes.
 size_t Width(const std::string& text) {
   return static_cast<size_t>(
       std::count_if(text.begin(), text.end(), [](char byte) { return (byte & 0xc0) != 0x80; }));
@@ -114,7 +114,7 @@ void ProgressBar::Show(uint64_t done, uint64_t total) {
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
   const double rate = static_cast<double>(done) / std::max(seconds, 1e-3);
   const double left = static_cast<double>(total - done) / std::max(rate, 1.0);
-  // What this line leaves of a longer one before it is wiped.
+  // \033[K clears what remains of a longer line that was shown before.
   std::fprintf(stderr, "\r%s [%-*s] %3d %% of %s, %s/s, %.0f s left\033[K", what_, kWidth,
                bar.c_str(), percent, SizeText(total).c_str(),
                SizeText(static_cast<uint64_t>(rate)).c_str(), left);

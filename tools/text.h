@@ -1,4 +1,4 @@
-// What people read: tables whose columns line up, sizes with units, a progress bar.
+// Output for people: tables with aligned columns, sizes with units, a progress bar.
 #pragma once
 
 #include <chrono>
@@ -12,7 +12,7 @@ namespace tool {
 // "13.6 KiB"; below 1024 plain "17 B".
 std::string SizeText(uint64_t bytes);
 
-// Changes ASCII letters alone.
+// Changes only ASCII letters.
 std::string LowerCase(std::string text);
 
 // "6 x 5"
@@ -27,7 +27,7 @@ class Table {
   };
   explicit Table(std::vector<Column> columns) : columns_(std::move(columns)) {}
 
-  void Add(std::vector<std::string> cells);  // shows them printable (base/utf8.h)
+  void Add(std::vector<std::string> cells);  // escapes what is not printable (base/utf8.h)
   void Print(std::ostream& out) const;
 
  private:
@@ -35,15 +35,15 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-// "0.62": three digits that count.
+// "0.62": at most three significant digits.
 std::string NumberText(double number);
 
 // The text in green or yellow, if standard output is a terminal and NO_COLOR is not set.
 std::string Green(const std::string& text);
 std::string Yellow(const std::string& text);
 
-// A line on standard error, while that is a terminal, that says what is being done. The next one
-// replaces it.
+// A line on standard error that says what is being done, if standard error is a terminal. The next
+// StageLine replaces it.
 class StageLine {
  public:
   StageLine();
@@ -54,7 +54,8 @@ class StageLine {
   const bool terminal_;
 };
 
-// A bar with rate and time left, on standard error while that is a terminal, else nothing.
+// A progress bar with rate and remaining time on standard error; nothing is shown if standard error
+// is not a terminal.
 class ProgressBar {
  public:
   explicit ProgressBar(const char* what);
