@@ -127,7 +127,7 @@ PROBLEMS = [
 
 
 def tiny(problem: Problem) -> Problem:
-    """As small as shows that everything runs."""
+    """The smallest problem that still runs all of the code."""
     part = problem.steps // 20
     return dataclasses.replace(
         problem, steps=20, seeds=2, width=32, layers=1, heads=2, batch=2, context=16, vocabulary=512, evaluated=2,
@@ -147,12 +147,12 @@ class OutOfTime(Exception):
 
 @dataclasses.dataclass
 class Run:
-    """What a batch of runs needs beside problem and form."""
+    """What a batch of runs needs in addition to the problem and the form."""
 
     device: torch.device
     compile: bool
     deadline: float
-    functions: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)  # of the model, and update
+    functions: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)  # the model's, and "update"
     text: tuple[Tensor, Tensor] | None = None
 
     def eager(self) -> None:
@@ -171,7 +171,8 @@ TEXT_BYTES = 24 << 20
 
 
 def read_text(vocabulary: int, limit: int) -> tuple[Tensor, Tensor]:
-    """The numbers of the pieces of text: those to train on, and those held out, every 16th block."""
+    """The numbers of the pieces of text, in two parts: those to train on, and those held out, which are every 16th
+    block."""
     folders = [
         (pathlib.Path(__file__).parents[1], "docs/*.md"),
         (pathlib.Path(sysconfig.get_paths()["stdlib"]), "**/*.py"),
@@ -202,7 +203,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """[runs, tokens, inputs] by [runs, outputs, inputs]."""
+    """The product of x, [runs, tokens, inputs], and weight, [runs, outputs, inputs]."""
     return torch.bmm(x, weight.transpose(1, 2))
 
 
@@ -225,7 +226,7 @@ def losses_of(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 def looked_up(table: Tensor, index: Tensor) -> Tensor:
-    """Rows of each run's own table."""
+    """The rows at `index` of the tables, where each run has a table of its own."""
     runs, rows = table.shape[:2]
     offset = torch.arange(runs, device=index.device).view(-1, 1) * rows
     return functional.embedding(index + offset, table.reshape(runs * rows, -1))
@@ -255,7 +256,7 @@ class Model:
             self.weights[name].grad = self.grad[:, part].view(-1, *shape)
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], float]]:
-        """Of each weight, with the deviation of its first numbers."""
+        """The shape of each weight, and the standard deviation of its initial values."""
         p = self.problem
         inner = p.width**-0.5
         shapes = {"token": ((p.vocabulary, p.width), 0.02), "head": ((p.vocabulary, p.width), 0.0)}
@@ -272,7 +273,7 @@ class Model:
         return shapes
 
     def losses(self, windows: Tensor) -> Tensor:
-        """Of [runs, batch, context + 1] pieces."""
+        """The losses of the runs for [runs, batch, context + 1] pieces."""
         p, w, functions = self.problem, self.weights, self.run.functions
         inputs, targets = windows[..., :-1], windows[..., 1:]
         runs, batch, context = inputs.shape
@@ -302,7 +303,7 @@ class Model:
 
 
 class Updates:
-    """Steps of one form, and samples of how many codes lie at the ends of their range."""
+    """Makes the steps of one form, and samples how many codes lie at the ends of their range."""
 
     def __init__(self, problem: Problem, form: Form, seeds: list[int], master: Tensor, param: Tensor, run: Run) -> None:
         self.form, self.run, self.samples = form, run, []
@@ -324,7 +325,7 @@ class Updates:
     @torch.no_grad()
     def step(self, step: int, grad: Tensor, factor: Tensor) -> None:
         grouped = grad.view(self.param.shape)
-        row, keys = self.rows[step].clone(), self.keys[step].clone()  # clones are aligned
+        row, keys = self.rows[step].clone(), self.keys[step].clone()  # a clone is aligned
         self.update(self.form, self.state.master, self.state.moments, self.param, grouped, factor, row, keys)
         if step % SAMPLE_STEPS == 0 or step + 1 == len(self.rows):
             self.run.check_time()
@@ -338,7 +339,7 @@ def clip_factor(grad: Tensor, clip: float) -> Tensor:
 
 
 def train_text(problem: Problem, form: Form, seeds: list[int], run: Run) -> tuple[list[float], list[list[float]]]:
-    """The loss of each seed's run on text held out, and what Updates has sampled."""
+    """The loss of each seed's run on the text held out, and the samples of Updates."""
     assert run.text is not None
     train, held_out = run.text
     model = Model(problem, seeds, run)
@@ -366,8 +367,8 @@ def train_text(problem: Problem, form: Form, seeds: list[int], run: Run) -> tupl
 
 
 def train_bowl(problem: Problem, form: Form, seeds: list[int], run: Run) -> tuple[list[float], list[list[float]]]:
-    """A quadratic bowl whose curvatures span four decades. Gradients have noise as large as the typical gradient, and
-    one in a thousand is a thousand times too large: where it falls it makes the largest number of its group."""
+    """A quadratic bowl whose curvatures span four decades. The gradients have noise as large as a typical gradient.
+    One in a thousand is a thousand times too large, and is then the largest number of its group."""
     size = 1 << 15
     generators = [torch.Generator(run.device).manual_seed(seed) for seed in seeds]
 
@@ -392,7 +393,8 @@ def train_bowl(problem: Problem, form: Form, seeds: list[int], run: Run) -> tupl
 def train_or_without_compiler(
     problem: Problem, form: Form, seeds: list[int], run: Run
 ) -> tuple[list[float], list[list[float]]]:
-    """What fails in a compiled run may be the compiler's fault: it is run again eagerly, as are all runs after it."""
+    """A compiled run that fails may fail because of the compiler, so it is repeated eagerly, and all later runs are
+    eager too."""
     train = train_bowl if problem.model == "bowl" else train_text
     try:
         return train(problem, form, seeds, run)
@@ -407,12 +409,12 @@ def train_or_without_compiler(
 
 
 def train_all(options: argparse.Namespace, run: Run, problems: list[Problem]) -> None:
-    """Batch after batch, as long as the budget lasts."""
+    """Trains batch after batch until the budget is spent."""
     results: pathlib.Path = options.results
     results.touch()
     if results.stat().st_size and not results.read_text().endswith("\n"):
         with results.open("a") as file:
-            file.write("\n")  # behind a line that a cut call has left
+            file.write("\n")  # ends a line that an interrupted call has left
     done = {(row["problem"], row["form"], row["seed"]) for row in read_results(results)}
     vocabularies = {p.vocabulary for p in problems if p.model != "bowl"}
     if vocabularies:
@@ -438,7 +440,7 @@ def train_all(options: argparse.Namespace, run: Run, problems: list[Problem]) ->
                     traceback.print_exc(file=sys.stdout)
                 continue
             seconds = round(time.monotonic() - began, 2)
-            # The first batch compiles, so those after it are no longer.
+            # The first batch compiles, so later batches take no longer than it.
             longest = min(longest, seconds) if longest else seconds
             print(f"  {' '.join(f'{loss:.5f}' for loss in losses)}, {seconds} s", flush=True)
             row = {"problem": problem.name, "form": name, "steps": problem.steps, "batch_seconds": seconds}
@@ -456,7 +458,7 @@ def device_name(device: torch.device) -> str:
 
 
 def read_results(path: pathlib.Path) -> list[dict[str, Any]]:
-    """A line that a cut call has left unfinished is passed over."""
+    """Ignores a line that an interrupted call has left unfinished."""
     rows = []
     for line in path.read_text().splitlines():
         try:
@@ -468,11 +470,11 @@ def read_results(path: pathlib.Path) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass
 class Comparison:
-    """One form on one problem against fp32, over the seeds that both have."""
+    """One form compared with fp32 on one problem, over the seeds that both have."""
 
-    off: list[float]  # of each seed, in %
+    off: list[float]  # the difference for each seed, in %
     judged_as: str
-    standard_error: float  # in %, on text; NaN where no nudged run is there
+    standard_error: float  # in %, for text; NaN if there is no nudged run
 
     @property
     def verdict(self) -> str:
@@ -486,7 +488,8 @@ class Comparison:
 
 
 def standard_error(losses: dict[str, dict[int, float]], seeds: list[int]) -> float:
-    """Of the mean over seeds of a run's distance from that in fp32, where nothing but a nudge differs; in %."""
+    """The standard error of the mean over seeds of a run's difference from the fp32 run, if only a nudge
+    distinguishes them; in %."""
     squares, free = 0.0, 0
     for seed in seeds:
         same = [100 * losses[n][seed] / losses["fp32"][seed] for n in REFERENCES if seed in losses.get(n, {})]
@@ -579,7 +582,7 @@ def main() -> None:
     if options.table:
         print_table(options.table, problems)
         return
-    device = torch.empty(0, device=options.device).device  # with its number
+    device = torch.empty(0, device=options.device).device  # the device with its index
     run = Run(device, not options.no_compile, began + options.budget_seconds)
     run.eager()
     if not options.no_compile:

@@ -24,7 +24,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-# Threads of OpenMP that spin after their work would take the CPUs from the contender that runs next.
+# OpenMP threads that spin after their work would take CPU time from the contender that runs next.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import torch
@@ -32,21 +32,21 @@ import torch
 import hybridopt
 
 DEVICE = "cuda"
-LAYERS = 32  # as many params; what is copied per parameter pays for each
+LAYERS = 32  # the number of params; contenders that copy each param by itself pay for each
 HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-PRODUCT_SIDE = 16384  # of the matrices that keep the GPU busy: 9 TFLOP a product
+PRODUCT_SIDE = 16384  # side of the matrices that keep the GPU busy: 9 TFLOP for each product
 GIB = 1 << 30
 
 
 def numbers(elements: int, dtype: torch.dtype, seed: int, std: float) -> torch.Tensor:
-    """The same in every dtype: rounded to bf16 first."""
+    """Random numbers that are equal in every dtype, because they are rounded to bf16 first."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     exact = torch.empty(elements, device=DEVICE).normal_(std=std, generator=generator)
     return exact.bfloat16().to(dtype)
 
 
 def make_params(elements: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    """Small random params: a step of lr moves one in bf16 by more than rounding takes back."""
+    """Small random params: a step of the size lr changes a bf16 param by more than rounding undoes."""
     params = []
     for layer in range(LAYERS):
         param = torch.nn.Parameter(numbers(elements // LAYERS, dtype, layer, 0.02))
@@ -70,10 +70,10 @@ def states_of(optimizers: list[torch.optim.Optimizer]) -> list[torch.Tensor]:
 
 
 class Contender:
-    """A model on the GPU and its optimizer, which knows where its tensors beside both are."""
+    """A model on the GPU and its optimizer. tensors() returns the tensors that the optimizer holds in addition."""
 
     params: list[torch.nn.Parameter]
-    has_masters = True  # without, bf16 params and moments are rounded at each step
+    has_masters = True  # without masters, bf16 params and moments are rounded at each step
 
     def step(self) -> None:
         raise NotImplementedError
@@ -82,11 +82,11 @@ class Contender:
         raise NotImplementedError
 
     def lanes(self) -> dict[str, float]:
-        """Where the last step's time has gone, for who can tell."""
+        """Where the time of the last step has gone, for contenders that report it."""
         return {}
 
     def gpu_bytes(self) -> int:
-        """What the optimizer holds there, beside params and gradients."""
+        """The GPU memory that the optimizer holds in addition to params and gradients."""
         return bytes_of(self.tensors(), "cuda")
 
     def host_bytes(self) -> int:
@@ -116,7 +116,7 @@ class Ours(Contender):
 
 
 class TorchOnGpu(Contender):
-    """fp32 params on the GPU: 28 bytes an element move there, as they do elsewhere on the host."""
+    """fp32 params on the GPU: a step moves 28 bytes an element on the GPU, as many as the others move on the host."""
 
     def __init__(self, elements: int) -> None:
         self.params = make_params(elements, torch.float32)
@@ -130,8 +130,8 @@ class TorchOnGpu(Contender):
 
 
 class OnCpu(Contender):
-    """What Megatron's HybridDeviceOptimizer does: per parameter, the gradient goes to pinned host
-    memory, an optimizer on the CPU updates an fp32 copy there, and the result comes back."""
+    """Does what Megatron's HybridDeviceOptimizer does: for each parameter, the gradient is copied to pinned host
+    memory, an optimizer on the CPU updates an fp32 copy there, and the result is copied back."""
 
     def __init__(self, elements: int, make: Callable) -> None:
         self.params = make_params(elements, torch.bfloat16)
@@ -181,7 +181,7 @@ def deepspeed_on_cpu(params: list) -> torch.optim.Optimizer:
 
 
 class TorchAo(Contender):
-    """It steps params in their own dtype, and listens to the backward pass, so it is given one."""
+    """It steps params in their own dtype, and starts in hooks of the backward pass, so it gets a backward pass."""
 
     def __init__(self, elements: int, dtype: torch.dtype) -> None:
         from torchao.optim import CPUOffloadOptimizer
@@ -207,7 +207,7 @@ class TorchAo(Contender):
         return held + states_of(list(self.optimizer.optim_dict.values()))
 
 
-# Everyone: name, how to make it, and bytes of the GPU and of the host that an element needs.
+# All contenders: name, a function that makes one, and the bytes of the GPU and of the host that an element needs.
 def contenders(elements: int) -> list[tuple[str, Callable[[], Contender], float, float]]:
     def ours(fraction: float, **options) -> tuple:
         words = ", split masters, bf16 moments" if options else ""
@@ -236,7 +236,8 @@ def contenders(elements: int) -> list[tuple[str, Callable[[], Contender], float,
 
 
 def grouped(everyone: list[tuple], elements: int, apart: bool) -> list[list[tuple]]:
-    """Those that fit beside the yardstick at the same time, in order; one of them, if `apart`."""
+    """Groups of contenders that fit into memory together with the yardstick, in order; groups of one contender if
+    `apart`."""
     gpu_room = 0.9 * torch.cuda.mem_get_info()[0] - 2 * GIB
     host_room = 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yardstick, *rest = everyone
@@ -265,7 +266,7 @@ def timed(*works: Callable[[], None]) -> float:
 
 
 def first_step(contender: Contender) -> list[torch.Tensor]:
-    """Steps once, sees that params have changed, and gives the begin of each."""
+    """Makes one step, checks that the params have changed, and returns the beginning of each."""
     begins = [slice(0, min(4096, param.numel())) for param in contender.params]
     before = [param.detach()[part].clone() for param, part in zip(contender.params, begins)]
     contender.step()
@@ -277,14 +278,15 @@ def first_step(contender: Contender) -> list[torch.Tensor]:
 
 
 def check_same(name: str, params: list[torch.Tensor], others: list[torch.Tensor]) -> None:
-    """Contenders that do other work cannot be compared. bf16 params are rounded."""
+    """Checks that two contenders computed the same, since others cannot be compared. bf16 params are rounded."""
     for one, other in zip(params, others):
         off = ((one - other).abs() - other.abs() * 2.0**-7).max().item()
         assert off < 2e-5, f"{name}: a step has led elsewhere, {off} apart"
 
 
 class HostMemory:
-    """What the host's memory gives while contenders run: other programs of the machine share it."""
+    """Measures the speed of the host's memory while contenders run, because other programs of the machine use it
+    too."""
 
     def __init__(self) -> None:
         self.source, self.target = (torch.ones(GIB // 4) for _ in range(2))
@@ -296,14 +298,14 @@ class HostMemory:
 
     @staticmethod
     def huge_share() -> float:
-        """The part of this process's own memory that is in huge pages."""
+        """The fraction of this process's anonymous memory that is in huge pages."""
         with open("/proc/self/smaps_rollup", encoding="ascii") as file:
             kib = {line.split(":")[0]: int(line.split()[1]) for line in file if "kB" in line}
         return kib["AnonHugePages"] / kib["Anonymous"]
 
 
 class Load:
-    """Products on a stream of their own, as the next forward pass would be."""
+    """Matrix products on a stream of their own, in place of the next forward pass."""
 
     def __init__(self) -> None:
         side = PRODUCT_SIDE
@@ -321,7 +323,7 @@ class Load:
                 torch.mm(self.a, self.a, out=self.out)
 
     def hidden_share(self, step: Callable[[], None], step_seconds: float) -> dict[str, float]:
-        """How much of a step passes while products run that take a little longer than it."""
+        """The fraction of a step that is hidden by products that take a little longer than the step."""
         self.count = max(1, round(1.25 * step_seconds / self.seconds_each + 0.5))
         alone, products, both = timed(step), timed(self), timed(self, step)
         return {
@@ -336,7 +338,7 @@ class Result:
     def __init__(self, name: str) -> None:
         self.name = name
         self.seconds: list[float] = []
-        self.ratios: list[float] = []  # to the yardstick's of the same round
+        self.ratios: list[float] = []  # to the yardstick's time in the same round
         self.lanes: list[dict[str, float]] = []
         self.overlap: list[dict[str, float]] = []
         self.gpu_bytes = self.host_bytes = 0
@@ -358,7 +360,7 @@ def measure(
             if contender.has_masters:
                 reference[:] = reference or after
                 check_same(name, after, reference)
-        except Exception as error:  # a peer that does not work here must not end the run
+        except Exception as error:  # a peer that does not work on this machine must not end the run
             print(f"left out: {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             contender = None
             gc.collect()
@@ -457,7 +459,7 @@ def main() -> None:
         for result in measure(
             group, arguments.rounds, arguments.overlap_rounds, reference, memory
         ):
-            results.setdefault(result.name, result)  # the yardstick's first
+            results.setdefault(result.name, result)  # keeps the yardstick's first result
         gc.collect()
         torch.cuda.empty_cache()
     print_table(list(results.values()), elements)

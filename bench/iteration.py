@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Threads of OpenMP that spin after their work would take the CPUs from the contender that runs next.
+# OpenMP threads that spin after their work would take CPU time from the contender that runs next.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import torch
@@ -39,7 +39,7 @@ from hybridopt.settings.options import DEFAULT_OPTIONS
 
 HYPERPARAMETERS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SMALL = {"master_layout": "split", "state_dtype": torch.bfloat16}
-# On a GPU 2.7 G params, or 6.7 G over several; on the CPU as few as show that all of it runs.
+# On a GPU the model has 2.7 G params, on several 6.7 G; on the CPU it has the fewest that still run all of the code.
 SIZES = {
     "cuda": {"width": 2560, "layers": 32, "heads": 20, "vocabulary": 50304, "context": 1024},
     "fsdp2": {"width": 4096, "layers": 32, "heads": 32, "vocabulary": 50304, "context": 1024},
@@ -74,7 +74,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_with_model(parser: argparse.ArgumentParser, world: int) -> argparse.Namespace:
-    """The options, with the sizes of the model and the device that were left out."""
+    """Parses the options, and fills in the sizes of the model and the device where they were left out."""
     options = parser.parse_args()
     options.world = world
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -128,7 +128,7 @@ class Gpt(nn.Module):
 
 
 def make_model(options: argparse.Namespace, offload_policy: Any = None) -> nn.Module:
-    """The same params for everyone, in bf16."""
+    """A model in bf16 with the same params for every contender."""
     torch.manual_seed(0)
     device = torch.device(options.device)
     with device:
@@ -154,8 +154,8 @@ def make_model(options: argparse.Namespace, offload_policy: Any = None) -> nn.Mo
 
 
 class Backwards:
-    """How long backward passes take, on the stream that they run on: each is in a `with`. It waits for none
-    of them."""
+    """Measures how long backward passes take on the stream that they run on. Each pass runs inside a `with`.
+    Measuring does not wait for a pass."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
@@ -168,7 +168,7 @@ class Backwards:
         self._mark()
 
     def seconds(self) -> float:
-        """Of all passes so far, which must have ended."""
+        """The seconds of all passes so far, which must have ended."""
         pairs = zip(self._marks[0::2], self._marks[1::2])
         if self._on_gpu:
             return sum(begin.elapsed_time(end) for begin, end in pairs) * 1e-3
@@ -184,7 +184,7 @@ class Backwards:
 
 
 class Unavailable(Exception):
-    """Why a contender has no place in this run."""
+    """The reason why a contender cannot take part in this run."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ class Ours(Contender):
 
 
 class CpuOffloadPolicy(Contender):
-    """FSDP2's own: sharded params live on the host, where torch's fused AdamW steps them."""
+    """FSDP2's CPUOffloadPolicy: sharded params are on the host, where torch's fused AdamW steps them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         if options.world == 1:
@@ -284,7 +284,8 @@ class CpuOffloadPolicy(Contender):
 
 
 class TorchAo(Contender):
-    """Starts each param's step in the backward pass; it has no masters and cannot clip."""
+    """torchao's offloading optimizer starts each param's step in the backward pass; it has no masters and cannot
+    clip."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         need("torchao", options)
@@ -297,7 +298,7 @@ class TorchAo(Contender):
 
 
 class Megatron(Contender):
-    """HybridDeviceOptimizer with all state on the host and its copies overlapped."""
+    """Megatron's HybridDeviceOptimizer with all state on the host and overlapped copies."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         need("megatron", options)
@@ -331,7 +332,7 @@ def need(package: str, options: argparse.Namespace) -> None:
 
 
 def contenders(options: argparse.Namespace) -> dict[str, Callable[[], Contender]]:
-    """Everyone by name, the yardstick first."""
+    """All contenders by name, the yardstick first."""
     found: dict[str, Callable[[], Contender]] = {"all on the device": lambda: AllOnDevice(options)}
 
     def add(words: str, overlap: bool, hooked: bool, **arguments: Any) -> None:
@@ -385,7 +386,7 @@ def iterate(contender: Contender, micro_batches: list[Tensor], count: int) -> No
 
 
 def first_changes(contender: Contender, micro_batches: list[Tensor], options: argparse.Namespace) -> None:
-    """The first iterations, after which params must be others: who does nothing is no contender."""
+    """Makes the first iterations, and fails if they change no params: such a contender cannot be compared."""
     before = [local(p.detach()).flatten()[:64].clone() for p in contender.model.parameters()]
     iterate(contender, micro_batches, 2)
     if isinstance(contender, Ours):
@@ -398,7 +399,7 @@ def first_changes(contender: Contender, micro_batches: list[Tensor], options: ar
 
 
 def measure(contender: Contender, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of an iteration, and of its backward passes, by the number of its micro-batches."""
+    """Seconds of an iteration and of its backward passes, for each number of micro-batches."""
     everything = batches(options, max(options.micro_batches))
     first_changes(contender, everything[:1], options)
     seconds, backward_seconds = {}, {}

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 
-# Threads of OpenMP that spin after their work would take the CPUs from the contender that runs next.
+# OpenMP threads that spin after their work would take CPU time from the contender that runs next.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import numpy
@@ -31,8 +31,8 @@ staggers = itertools.cycle(range(8))
 
 
 def mapped(elements: int, dtype: torch.dtype, value: float) -> torch.Tensor:
-    """A tensor in memory of its own that asks for huge pages, as the library's state does. No two
-    tensors of a contender start in the same bank of the memory: nobody pays for that here."""
+    """A tensor in memory of its own that asks for huge pages, as the library's state does. No two tensors of a
+    contender start in the same bank of the memory, because sharing banks would slow a contender."""
     size = torch.empty(0, dtype=dtype).element_size() * elements
     pages = mmap.mmap(-1, size + 2 * HUGE_PAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
@@ -54,7 +54,7 @@ def gradients(elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Ours:
-    """AdamW of the library over one bf16 param; the layout as options of the optimizer."""
+    """The library's AdamW over one bf16 param; `layout` has options of the optimizer."""
 
     def __init__(self, context: abi.Context, grads: torch.Tensor, step: dict, **layout: int) -> None:
         elements = grads.numel()
@@ -80,7 +80,8 @@ class Ours:
 
 
 class Peer:
-    """Another library's AdamW over fp32 arrays; with `path`, what bf16 training does around it."""
+    """Another library's AdamW over fp32 arrays; with `path` it also does the passes that bf16 training does before
+    and after it."""
 
     def __init__(self, make, elements: int, grads: torch.Tensor, path: bool) -> None:
         self.param = torch.nn.Parameter(mapped(elements, torch.float32, 1))
@@ -96,14 +97,14 @@ class Peer:
     @torch.no_grad()
     def __call__(self) -> None:
         if self.low is not None:
-            self.param.grad.mul_(1.0)  # the unscaling pass; 1, so that rounds repeat
+            self.param.grad.mul_(1.0)  # the unscaling pass; by 1, so that all rounds are alike
         self.optimizer.step()
         if self.low is not None:
             self.low.copy_(self.param)
 
 
 class Memory:
-    """The ceiling: the same bytes as AdamW with fp32 state, next to no arithmetic."""
+    """The ceiling: moves the same bytes as AdamW with fp32 state, with almost no arithmetic."""
 
     def __init__(self, library: ctypes.CDLL, threads: int, grads: torch.Tensor, streamed: bool):
         elements = grads.numel()
@@ -124,13 +125,13 @@ class Memory:
 
 
 def deepspeed_adam():
-    """DeepSpeedCPUAdam, which compiles itself on first use; None and why if that is not to be had."""
+    """Returns DeepSpeedCPUAdam, which compiles itself on first use, or None and the reason why it cannot be used."""
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(16))], adamw_mode=True)
         return DeepSpeedCPUAdam, ""
-    except Exception as error:  # noqa: BLE001: whatever it is, the others are still measured
+    except Exception as error:  # noqa: BLE001: after any error the others are still measured
         return None, f"{type(error).__name__}: {error}"
 
 
@@ -157,7 +158,7 @@ NAMES = {
 
 
 def contenders(elements: int, threads: int, dtype: torch.dtype, loops: ctypes.CDLL, deepspeed):
-    """Name -> what to time, and what to close afterwards."""
+    """The contenders by name: each is called to be timed, and closed afterwards."""
     context = abi.Context(threads=threads)
     grads = gradients(elements, dtype)
     wide = grads if dtype == torch.float32 else gradients(elements, torch.float32)
@@ -216,7 +217,8 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"q1": q1, "median": median, "q3": q3}
 
 
-# Figure -> (whose time is above the line, whose below, goal). A ratio above 1: the first is faster.
+# Figure -> (one contender, another one, goal). A ratio is the other's time divided by the first one's: above 1 the
+# first contender is faster.
 RATIOS = {
     "adamw28_vs_memory": ("adamw28", "memory", ">= 0.97"),
     "adamw28_vs_deepspeed_kernel": ("adamw28", "deepspeed_kernel", ">= 0.97"),
@@ -232,7 +234,7 @@ RATIOS = {
 
 def figures(times: dict[str, list[float]]) -> dict[str, dict]:
     times = dict(times)
-    if "memory_cached" in times:  # the ceiling is the better of the two ways to write the param
+    if "memory_cached" in times:  # the ceiling is the faster of the two ways to write the param
         ways = (times["memory_cached"], times["memory_streamed"])
         times["memory"] = min(ways, key=statistics.median)
     found = {}
@@ -247,7 +249,7 @@ def figures(times: dict[str, list[float]]) -> dict[str, dict]:
 
 
 def require_same_work(found: dict) -> None:
-    """One step of ours and of torch's from the same numbers must move the weights alike."""
+    """Checks that one step of the library and one of torch from the same numbers change the weights alike."""
     ours, peer = found["adamw28"], found["torch_fused"]
     peer.param.grad.div_(SCALE)
     ours(), peer()

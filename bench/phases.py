@@ -21,7 +21,7 @@ import torch
 
 import hybridopt
 
-BYTES = 12  # of fp32 state a parameter
+BYTES = 12  # bytes of fp32 state for each parameter
 
 
 def seconds_of(call) -> float:
@@ -37,7 +37,7 @@ def model(layers: int, width: int, device: str) -> list[torch.nn.Parameter]:
 
 
 def measure(params: list[torch.nn.Parameter], fraction: float, phases: int) -> tuple[float, float, float]:
-    """Bytes of state on the device, and the seconds that it takes away and back."""
+    """The bytes of state on the device, the seconds to take it away, and the seconds to bring it back."""
     optimizer = hybridopt.AdamW(params, lr=1e-4, offload_fraction=fraction, movable=("params", "grads", "states"))
     for _ in range(2):
         for param in params:

@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-# Threads of OpenMP that spin after their work would take the CPUs from the contender that runs next.
+# OpenMP threads that spin after their work would take CPU time from the contender that runs next.
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 import torch
@@ -43,7 +43,7 @@ def make_params(count: int, elements: int, dtype: torch.dtype) -> list[torch.nn.
 
 
 def make_gradients_anew(params: list[torch.nn.Parameter]) -> None:
-    """As zero_grad() and a backward pass do: other tensors, at other addresses."""
+    """Replaces the gradients as zero_grad() and a backward pass do: by other tensors at other addresses."""
     made = [torch.empty_like(param).copy_(param.grad) for param in params]
     for param, grad in zip(params, made):
         param.grad = grad
@@ -88,7 +88,7 @@ def measure(arguments: argparse.Namespace, anew: bool, look: bool = False) -> li
     for name, make in made.items():
         params = make_params(arguments.params, arguments.elements, dtype)
         contenders.append(Contender(name, make(params), params))
-    for contender in contenders:  # the first steps take memory
+    for contender in contenders:  # the first steps allocate memory
         contender.step(anew)
         if look:
             list(contender.optimizer.state.values())
@@ -127,8 +127,8 @@ def measure_first(arguments: argparse.Namespace) -> list[dict[str, float | str]]
 
 
 def profile(arguments: argparse.Namespace) -> None:
-    """Prints where a step in which nothing has changed spends the calling thread's time. Waiting for the
-    library is a part of it."""
+    """Prints where the calling thread spends the time of a step before which nothing has changed. That includes
+    waiting for the library."""
     params = make_params(arguments.params, arguments.elements, DTYPES[arguments.dtype])
     optimizer = hybridopt.AdamW(params, lr=1e-4)
     for _ in range(3):

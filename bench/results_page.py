@@ -28,7 +28,7 @@ LINE_WIDTH = 118
 
 
 def load():
-    """The runs by name. Numbers stay as they are written: 1.10 is not 1.1."""
+    """The runs by name. Numbers keep the form in which they are written, because 1.10 has a digit more than 1.1."""
     runs = {}
     for path in sorted((ROOT / "bench/results").glob("*.json")):
         for run in json.loads(path.read_text(), parse_float=str, parse_int=str):
@@ -91,7 +91,7 @@ def drawn(run, words):
 
 
 def page_text(page, runs):
-    """The page with every result drawn anew."""
+    """The text of the page with every result drawn again."""
 
     def replace(match):
         name, *words = match.group(1).split(" ", 2)
@@ -105,7 +105,8 @@ def page_text(page, runs):
 
 # ---------------------------------------------------------------------------------------- plots --
 
-# Each: the run, the columns that are bars, what the axis says, and a column whose value stands behind the label.
+# Each entry: the run, the columns that become bars, the label of the axis, and a column whose value stands after the
+# label of a row.
 PLOTS = {
     "iterations.svg": ("iterations", ("8 K tokens", "32 K tokens"), "time of an iteration over that with everything "
                        "on the GPU", None),
@@ -126,7 +127,7 @@ def svg_text(x, y, text, anchor="start", size=12):
 
 
 def svg_bars(run, columns, axis, noted):
-    """Rows whose first of these columns is a number, a bar for each column."""
+    """Draws the rows that have a number in the first of these columns, with a bar for each column."""
     at = [run["columns"].index(column) for column in columns]
     rows = [row for row in run["rows"] if number(row[at[0]]) is not None]
     largest = max(number(row[i]) or 0 for row in rows for i in at)

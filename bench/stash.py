@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
 
 
 class Contender:
-    """No stash. Others say what the forward pass is put into."""
+    """The contender without a stash. Subclasses return from around_forward() what the forward pass runs in."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.model = make_model(options)
@@ -82,7 +82,7 @@ class Contender:
         self.optimizer.zero_grad()
 
     def restart(self) -> None:
-        """Kernels are others from now on."""
+        """Called when the kernels change."""
 
     def figures(self) -> dict[str, Any]:
         return {}
@@ -92,7 +92,7 @@ class Contender:
 
 
 class Ours(Contender):
-    shared: hybridopt.ActivationStash | None = None  # to pin its memory takes long
+    shared: hybridopt.ActivationStash | None = None  # shared, because pinning its memory takes long
 
     def __init__(self, options: argparse.Namespace, fraction: float | None, wraps: bool = False) -> None:
         super().__init__(options)
@@ -148,7 +148,7 @@ class Torchtune(Contender):
 
 
 def contenders(options: argparse.Namespace) -> dict[str, Callable[[], Contender]]:
-    """Everyone by name, the yardstick first."""
+    """All contenders by name, the yardstick first."""
     found: dict[str, Callable[[], Contender]] = {
         "no stash": lambda: Contender(options),
         "stash": lambda: Ours(options, None),
@@ -170,7 +170,7 @@ def synchronize(options: argparse.Namespace) -> None:
 
 
 def digest(tensors: list[Tensor]) -> list[int]:
-    """Sums of all bits, weighted by their places."""
+    """Sums of all bits, weighted by their positions."""
     sums = []
     for tensor in tensors:
         integers = tensor.detach().reshape(-1).view(torch.int16).long()
@@ -253,7 +253,7 @@ def run(make: Callable[[], Contender], options: argparse.Namespace) -> dict[str,
 
 
 class Prefetches:
-    """A stash in a context, with bytes that are brought back again and again."""
+    """A stash in a context, with bytes that are fetched again and again."""
 
     def __init__(self, context: abi.Context, size_bytes: int) -> None:
         self._context, self._bytes = context, size_bytes
@@ -264,7 +264,7 @@ class Prefetches:
         self.stash.wait(self._ticket)
 
     def seconds(self) -> float:
-        """Of one prefetch, until a stream that waits for it goes on."""
+        """The seconds of one prefetch, until a stream that waits for it continues."""
         begin = time.perf_counter()
         self.stash.prefetch(self._ticket, self._destination, self._bytes, self._stream)
         self.stash.pop(self._ticket, self._stream, abi.OFFLOAD_STASH_KEEP)
@@ -273,7 +273,7 @@ class Prefetches:
 
 
 def stepping(context: abi.Context, elements: int) -> abi.Optimizer:
-    """An optimizer of one bf16 param whose state is on the host and streams."""
+    """An optimizer of one bf16 param whose state is on the host and streams through the device."""
     optimizer = abi.Optimizer(context, algorithm=abi.OFFLOAD_ADAMW, host_executors=abi.OFFLOAD_EXECUTORS_STREAMED)
     group = optimizer.add_group(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8)
     zeros = torch.zeros(elements, dtype=torch.bfloat16)
@@ -290,7 +290,7 @@ def stepping(context: abi.Context, elements: int) -> abi.Optimizer:
 
 
 def measure_link(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Figures of a stash in the optimizer's context, and of one in another."""
+    """The figures of a stash in the optimizer's context, and of a stash in another context."""
     on_gpu = options.device == "cuda"
     kind = {"device_kind": abi.OFFLOAD_DEVICE_CUDA if on_gpu else abi.OFFLOAD_DEVICE_SIM}
     elements, size_bytes = (256 << 20, 64 << 20) if on_gpu else (1 << 20, 4 << 20)

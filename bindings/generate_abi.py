@@ -32,9 +32,9 @@ SCALARS = ("char", "double", "float", "int32_t", "int64_t", "uint32_t", "uint64_
 
 @dataclasses.dataclass
 class Type:
-    name: str  # of a scalar, or of what the header declares
-    pointers: tuple[bool, ...] = ()  # one entry a `*`; True where it points to something const
-    lengths: tuple[int, ...] = ()  # of an array, one entry a dimension
+    name: str  # the name of a scalar, or of a type that the header declares
+    pointers: tuple[bool, ...] = ()  # one entry for each `*`; True where it points to something const
+    lengths: tuple[int, ...] = ()  # of an array: one entry for each dimension
 
 
 @dataclasses.dataclass
@@ -56,13 +56,13 @@ class FunctionType:
 
 @dataclasses.dataclass
 class Enum:
-    is_flags: bool  # its values are or-ed into a uint32_t field
+    is_flags: bool  # true if its values are or-ed into a uint32_t field
     constants: list[tuple[str, int]]
 
 
 @dataclasses.dataclass
 class Handle:
-    """A pointer to a struct that nobody sees into."""
+    """A pointer to an opaque struct."""
 
     name: str
     target: str
@@ -82,7 +82,7 @@ class Struct:
 
     @property
     def said(self):
-        """The fields that mean something to a user."""
+        """The fields that have a meaning for a user."""
         return [f for f in self.fields if f.name != "struct_size" and not f.name.startswith("reserved")]
 
 
@@ -132,7 +132,7 @@ class Header:
         raise ValueError(f"not understood: {text!r}")
 
     def commented(self, struct):
-        """With the comment before the struct, and those behind its fields."""
+        """The struct with the comment before it and the comments after its fields."""
         name = struct.name.removesuffix("_t")
         text = re.search(rf"typedef struct {name} \{{(.*?)\}} {struct.name};", self.plain, re.S)
         before = re.search(r"/\*((?:(?!\*/).)*)\*/\n\Z", self.plain[: text.start()], re.S)
@@ -175,12 +175,12 @@ class Header:
 
 
 def plain_words(comment):
-    """Without the stars at the beginnings of lines, in one line."""
+    """A comment without the stars at the beginnings of its lines, as one line."""
     return " ".join(re.sub(r"\n \* ?", " ", comment).split())
 
 
 def split_declarations(code):
-    """Declarations end at a semicolon outside of braces."""
+    """Splits code into declarations, which end at a semicolon outside of braces."""
     depth, start = 0, 0
     for position, character in enumerate(code):
         depth += (character == "{") - (character == "}")
@@ -196,12 +196,12 @@ def split_declarations(code):
 
 @dataclasses.dataclass
 class Algorithm:
-    """What the bindings need of a row of algorithms.h."""
+    """The parts of a row of algorithms.h that the bindings need."""
 
     constant: str
     name: str
     moments: list[str]  # constants of enum offload_state_kind
-    needs_momentum: bool  # for its moments
+    needs_momentum: bool  # true if its moments exist only with momentum
     counts_steps: bool
 
 
@@ -257,12 +257,12 @@ class Algorithms:
 
 
 def rows_of(text):
-    """The rows of a table, each in one line."""
+    """The rows of a table, each as one line."""
     return [" ".join(row.split()).removesuffix(",") for row in re.split(r"^    (?=\{)", text, flags=re.M)[1:]]
 
 
 def table(text, name):
-    """What stands between the braces of an array."""
+    """The text between the braces of an array."""
     match = re.search(rf"inline constexpr {name}\[\] = \{{\n(.*?)\n\}};", text, re.S)
     if match is None:
         raise ValueError(f"{name} not found")
@@ -328,7 +328,7 @@ PYTHON_SCALARS = {
     "void*": "ctypes.c_void_p",
 }
 
-# What a field of that ctypes type holds; those of other types are their own, or Any.
+# The Python type of a field of that ctypes type. For other ctypes types it is the type itself, or Any.
 PYTHON_HINTS = {
     "ctypes.c_char_p": "bytes | None",
     "ctypes.c_double": "float",
@@ -493,7 +493,7 @@ class Rust:
 
 
 def rust_names(header):
-    """What the crate's layout test looks at: every field and every constant."""
+    """The names that the crate's layout test checks: every field and every constant."""
     text = RUST_NAMES_PREAMBLE + "pub fn table() -> Table {\n    let mut table = Table::new();\n"
     for struct in header.of(Struct):
         fields = "".join(f"        {field.name},\n" for field in struct.fields)
@@ -516,7 +516,7 @@ pub enum Algorithm {
 
 
 def rust_algorithms(header, algorithms):
-    """The enum of the safe crate."""
+    """The Rust enum of the algorithms in the safe crate."""
     names, text = [], RUST_ALGORITHM_PREAMBLE
     for row in algorithms.rows:
         names.append(row.name.capitalize() if row.name.isupper() else row.name)
@@ -529,7 +529,7 @@ def rust_algorithms(header, algorithms):
 
 
 def sentence(comment, words):
-    """A comment of the header as a sentence, with words of another language for those of C."""
+    """A comment of the header as a sentence, in which words of C are replaced by those of another language."""
     text = re.sub(r"^enum", "of enum", comment)
     for c, word in words.items():
         text = re.sub(rf"(?<![\w.]){c}", word, text)
@@ -557,7 +557,7 @@ pub struct Group {
 
 
 def rust_group(header, algorithms):
-    """The hyperparameters in the safe crate: numbers, and flags as bool."""
+    """The struct of the hyperparameters in the safe crate: numbers, and flags as bool."""
     struct = header.struct("offload_group_t")
     comments = {field.name: field.comment for field in struct.said}
     if comments.keys() != {field.name for field in algorithms.fields}:
@@ -579,12 +579,12 @@ def rust_group(header, algorithms):
 
 @dataclasses.dataclass
 class Report:
-    """A struct that the library fills in, as the bindings show it."""
+    """A struct that the library fills in, and how the bindings show it."""
 
     struct: str
     rust: str
-    python: str = ""  # "": Python shows the struct as it is
-    is_sum: bool = False  # it adds up, and begins with zeros
+    python: str = ""  # "": Python shows the ctypes struct itself
+    is_sum: bool = False  # its fields are totals, which begin at zero
 
 
 RESULT, STATS = "offload_step_result_t", "offload_stats_t"
@@ -598,12 +598,12 @@ REPORTS = [
 
 
 def is_bool(field):
-    """An int32_t that is 1 or 0 says in its comment what 1 means."""
+    """True if the field is an int32_t that is 1 or 0; its comment then says what 1 means."""
     return field.type == Type("int32_t") and field.comment.startswith("1: ")
 
 
 def summed_fields(header):
-    """The fields of the totals to which the field of that name of a step's result is added."""
+    """The fields of the totals that add up the field of the same name of a step's result."""
     totals = {field.name: field for field in header.struct(STATS).said}
     summed = [field for field in header.struct(RESULT).said if field.name in totals]
     for field in summed:
@@ -617,7 +617,7 @@ def is_by_tier(field):
 
 
 def tiers(header):
-    """The names of the tiers, in the order of their numbers, and what the header says of them."""
+    """The names of the tiers, in the order of their numbers, and the header's comments on them."""
     prefix = "OFFLOAD_TIER_"
     names = {value: name for enum in header.of(Enum) for name, value in enum.constants if name.startswith(prefix)}
     if sorted(names) != list(range(len(names))):
@@ -626,7 +626,7 @@ def tiers(header):
 
 
 def comment_of(header, report, field):
-    """What the header says of a field of a report."""
+    """The header's comment on a field of a report."""
     text = field.comment
     if not text and report.is_sum:
         of_step = {each.name: each.comment for each in summed_fields(header)}
@@ -660,7 +660,7 @@ def rust_tiers(header):
         fields += rust_doc(comment, "    ") + f"    pub {name}: T,\n"
         values.append(f"{name}: values[{number}]")
     value = f"ByTier {{ {', '.join(values)} }}"
-    if len(value) > 92:  # as rustfmt breaks lines
+    if len(value) > 92:  # rustfmt breaks longer lines
         value = "ByTier {\n" + "".join(f"            {each},\n" for each in values) + "        }"
     return (
         "\n/// One value for each tier.\n#[derive(Clone, Copy, Debug, PartialEq)]\n#[non_exhaustive]\n"
@@ -726,7 +726,7 @@ def python_tiers(header):
 def python_type(field):
     if is_bool(field):
         return "bool"
-    if field.type.lengths:  # of an array: by tiers, by the names of kinds of state, by the numbers of nodes
+    if field.type.lengths:  # an array: indexed by tier, by kind of state, or by node
         counts = "dict[str, int]" if "enum offload_state_kind" in field.comment else "dict[int, int]"
         if not is_by_tier(field):
             return counts
