@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 
 #include "base/status.h"
@@ -49,10 +50,14 @@ struct DoctorOptions {
 };
 
 struct PlanOptions {
-  uint64_t elements = 0;
+  std::string model;    // a number, a name or a path
+  uint32_t gpus = 1;    // that share all of it
+  std::string machine;  // what doctor printed; empty: nothing is known of the machine's speed
   std::string algorithm = "adamw";
   std::string dtype = "bf16";  // of params and gradients
-  double offload_fraction = 1;
+  // One of them may be given.
+  std::optional<double> offload_fraction;
+  std::optional<double> device_fraction;
   bool small_state = false;   // split masters and bf16 moments
   std::string master_layout;  // of bf16 params; empty: "fp32", or "split" with small_state
   // The training around the optimizer.
@@ -76,8 +81,6 @@ struct Report {
 Result<Report> Info();
 Result<Report> Doctor(const DoctorOptions& options);
 Result<Report> Plan(const PlanOptions& options);
-// A number of parameters as people write it: 7e9, 7B, 350M.
-Result<uint64_t> ElementCount(const std::string& text);
 Result<Report> List(const ListOptions& options);
 Result<Report> Newest(const NewestOptions& options);
 Result<Report> Inspect(const InspectOptions& options);

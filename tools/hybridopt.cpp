@@ -1,34 +1,36 @@
 // hybridopt: reports what this machine can do and how much memory optimizer state takes; lists,
-// verifies, reshards and exports checkpoints. Exit codes: 0 done, 1 the checkpoint is damaged or
-// does not hold what was asked for, 2 wrong usage, 3 could not be done.
+// verifies, reshards and exports checkpoints. Exit codes: 0 done, 1 the answer is no (the
+// checkpoint is damaged or does not hold what was asked for, the training does not fit), 2 wrong
+// usage, 3 could not be done.
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <functional>
 #include <iostream>
 #include <memory>
 #include <new>
-#include <numeric>
 #include <string>
 #include <vector>
 
 #include "base/utf8.h"
 #include "commands.h"
+#include "text.h"
 
 namespace tool {
 namespace {
 
+constexpr int kAnswerIsNo = 1;
 constexpr int kUsage = 2;
 constexpr bool kInAscii = true;  // for JSON: names may contain control sequences of a terminal
 
+// The exit code of a command that could not answer, or found damage.
 int ExitCode(const Status& status) {
   switch (status.code()) {
     case OFFLOAD_OK:
       return 0;
     case OFFLOAD_CHECKPOINT_CORRUPT:
     case OFFLOAD_CHECKPOINT_MISMATCH:
-      return 1;
+      return kAnswerIsNo;
     case OFFLOAD_INVALID_ARGUMENT:
       return kUsage;
     default:
@@ -48,7 +50,8 @@ int Tell(const Result<Report>& result, bool json) {
   }
   std::cout.flush();
   if (!json && !status.ok()) std::cerr << "hybridopt: " << status.message() << '\n';
-  if (std::cout.good()) return ExitCode(status);
+  const bool is_no = result.ok() && (status.code() == OFFLOAD_OUT_OF_HOST_MEMORY);
+  if (std::cout.good()) return is_no ? kAnswerIsNo : ExitCode(status);
   std::cerr << "hybridopt: could not write to standard output\n";
   return 3;
 }
@@ -95,20 +98,22 @@ void AddPlan(CLI::App& app, Request& request) {
   CLI::App* const plan =
       AddCommand(app, request, "plan", "tells the bytes that optimizer state takes beside a GPU",
                  [options] { return Plan(*options); });
-  const auto set_elements = [options](const std::string& text) {
-    const Result<uint64_t> count = ElementCount(text);
-    if (!count.ok()) throw CLI::ValidationError("N", count.status().message());
-    options->elements = count.value();
-  };
-  plan->add_option_function<std::string>("N", set_elements, "how many parameters: 7e9, 7B, 350M")
+  plan->add_option(
+          "MODEL", options->model,
+          "a number of parameters (7e9, 7B), a well-known model (qwen3-8b), a config.json, "
+          "safetensors, or a directory of these")
       ->required();
   plan->add_option("--algorithm", options->algorithm, "as in adamw, sgd, lion")
       ->capture_default_str();
   plan->add_option("--dtype", options->dtype, "of params and gradients")
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
       ->capture_default_str();
-  plan->add_option("--offload-fraction", options->offload_fraction, "of the state, on the host")
-      ->capture_default_str();
+  CLI::Option* const offloaded =
+      plan->add_option("--offload-fraction", options->offload_fraction,
+                       "of the state, on the host; else 1, and below it the least that fits");
+  plan->add_option("--device-fraction", options->device_fraction,
+                   "the rest of it, as C and Rust count: 1 less the offload fraction")
+      ->excludes(offloaded);
   plan->add_flag("--small-state", options->small_state,
                  "split masters (of bf16 params) and bf16 moments");
   plan->add_option("--master-layout", options->master_layout,
@@ -123,6 +128,14 @@ void AddPlan(CLI::App& app, Request& request) {
   add_size("--activations", options->activations_bytes,
            "that wait for the backward pass, as 60GiB: counted on the device");
   add_size("--stash", options->stash_bytes, "budget of an activation stash, on the host");
+  plan->add_option("--gpus", options->gpus,
+                   "ranks of one host that share params, gradients and state, as FSDP2 does")
+      ->check(CLI::Range(1, 1024))
+      ->capture_default_str();
+  plan->add_option(
+      "--machine", options->machine,
+      "what hybridopt doctor --json printed on the machine, for its memory and the time "
+      "of a step");
   add_size("--host-memory", options->host_memory_bytes,
            "of another machine; else what is available here");
   add_size("--device-memory", options->device_memory_bytes,
@@ -184,35 +197,14 @@ void AddCheckpointCommands(CLI::App& app, Request& request) {
       ->capture_default_str();
 }
 
-// The edit distance: how many letters must be inserted, removed or replaced to turn one word into
-// the other.
-size_t Distance(const std::string& one, const std::string& other) {
-  std::vector<size_t> row(other.size() + 1);
-  std::iota(row.begin(), row.end(), size_t{0});
-  for (size_t i = 0; i < one.size(); ++i) {
-    size_t diagonal = row[0];
-    row[0] = i + 1;
-    for (size_t j = 0; j < other.size(); ++j) {
-      const size_t changed = diagonal + (one[i] == other[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({changed, row[j] + 1, row[j + 1] + 1});
-    }
-  }
-  return row.back();
-}
-
 // Empty if the word is a command; else an error text that names the most similar command.
 std::string UnknownCommand(const CLI::App& app, const std::string& word) {
-  constexpr size_t kWordMost = 32;
-  std::string nearest;
-  size_t least = 3;
+  std::vector<std::string> commands;
   for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
-    const size_t distance = Distance(word.substr(0, kWordMost), command->get_name());
     if (word == command->get_name()) return "";
-    if (distance >= least) continue;
-    least = distance;
-    nearest = command->get_name();
+    commands.push_back(command->get_name());
   }
+  const std::string nearest = NearestWord(word, commands);
   return "'" + hybridopt::Printable(word) + "': no such command" +
          (nearest.empty() ? "" : "; did you mean '" + nearest + "'?");
 }

@@ -1,201 +1,163 @@
 #include <algorithm>
-#include <cinttypes>
 #include <cmath>
-#include <iterator>
+#include <optional>
 #include <sstream>
+#include <vector>
 
+#include "base/utf8.h"
 #include "commands.h"
-#include "handles.h"
-#include "kernels/algorithms.h"
-#include "kernels/dtypes.h"
-#include "kernels/formats/format.h"
+#include "machine_file.h"
+#include "model.h"
+#include "plan_bytes.h"
 #include "text.h"
 
 namespace tool {
 namespace {
 
-using hybridopt::kAlgorithms;
+constexpr int kHundred = 100;  // fractions are tried in hundredths
+// The part of the device that a chosen fraction leaves free, because allocators round sizes up and
+// lose fragments.
+constexpr uint64_t kReservePercent = 5;
 
-// The library can plan a real model only where its params are in memory. So the plan comes from two
-// small models: a share takes a constant number of bytes and a fixed number per element. Both
-// models are large enough to fill the rings, whose chunks have the size of those of a GPU.
-constexpr uint64_t kGpuChunkElements = uint64_t{1} << 22;
-constexpr uint64_t kSmallElements =
-    32 * kGpuChunkElements;  // enough that most chunks have the full size
-constexpr uint64_t kLargeElements = 2 * kSmallElements;
-// The largest value of an option. The parser reads negative numbers as larger ones, so they are
-// refused too.
-constexpr uint64_t kSizeMaxBytes = uint64_t{1} << 50;
-// The memory of the simulated device; an eighth of it is enough for the ring. Nothing accesses it.
-constexpr uint64_t kDeviceBytes = uint64_t{4} << 30;
-
-bool IsChoice(const hybridopt::DtypeRow& row) { return row.is_of_params; }
-bool IsChoice(const hybridopt::Algorithm&) { return true; }
-bool IsChoice(const hybridopt::FormatRow& row) {
-  return row.master_layout != hybridopt::kNotOffered;
-}
-
-// Finds the row that an option names.
-template <typename Row, size_t kCount>
-Result<const Row*> FindName(const Row (&rows)[kCount], const std::string& name,
-                            const char* option) {
-  std::string names;
-  for (const Row& row : rows) {
-    if (!IsChoice(row)) continue;
-    if (name == LowerCase(row.name)) return &row;
-    names += (names.empty() ? "" : ", ") + LowerCase(row.name);
-  }
-  return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is '%.100s', expected one of %s", option,
-                       name.c_str(), names.c_str());
-}
-
-// A group that the algorithm accepts. Its values do not change the number of bytes, except that it
-// has momentum.
-offload_group_t GroupOf(const hybridopt::Algorithm& algorithm) {
-  auto group = offload_init<offload_group_t>();
-  for (const hybridopt::GroupField& field : hybridopt::kGroupFields)
-    if (field.number != nullptr && field.ReadersOf(algorithm.value) != nullptr)
-      group.*field.number = 0.5;
-  return group;
-}
-
-// Plans one param on the simulated device without a commit.
-Result<offload_plan_t> SmallPlan(const PlanOptions& options, uint64_t elements,
-                                 double device_fraction) {
-  HYBRIDOPT_ASSIGN(const hybridopt::Algorithm* const algorithm,
-                   FindName(kAlgorithms, options.algorithm, "--algorithm"));
-  HYBRIDOPT_ASSIGN(const hybridopt::DtypeRow* const dtype,
-                   FindName(hybridopt::kDtypeRows, options.dtype, "--dtype"));
-  auto context_options = offload_init<offload_context_options_t>();
-  context_options.device_kind = OFFLOAD_DEVICE_SIM;
-  context_options.sim_memory_bytes = kDeviceBytes;
-  Context context;
-  HYBRIDOPT_TRY(context.Create(context_options));
-  auto optimizer_options = offload_init<offload_optimizer_options_t>();
-  optimizer_options.algorithm = algorithm->value;
-  optimizer_options.device_fraction = device_fraction;
-  optimizer_options.chunk_elements = kGpuChunkElements;
-  std::string masters = options.master_layout;
-  if (masters.empty()) masters = options.small_state ? "split" : "fp32";
-  HYBRIDOPT_ASSIGN(const hybridopt::FormatRow* const format,
-                   FindName(hybridopt::kFormats, masters, "--master-layout"));
-  optimizer_options.master_layout = format->master_layout;
-  if (options.small_state) optimizer_options.moment_dtype = OFFLOAD_BF16;
-  if (options.hook_gradients) optimizer_options.movable = OFFLOAD_MOVABLE_GRADS;
-  // Asks for room for all elements, which grows with their number; the caller reduces it to what
-  // the option says.
-  if (options.early_bytes > 0) optimizer_options.early_update_bytes = kSizeMaxBytes;
-  Optimizer optimizer;
-  HYBRIDOPT_TRY(optimizer.Create(context, optimizer_options));
-  const offload_group_t group = GroupOf(*algorithm);
-  auto param = offload_init<offload_param_t>();
-  HYBRIDOPT_TRY(StatusOf(offload_optimizer_add_group(optimizer.get(), &group, &param.group)));
-  param.name = "all";
-  param.dtype = param.grad_dtype = dtype->dtype;
-  param.count = elements;
-  HYBRIDOPT_TRY(
-      StatusOf(offload_device_alloc(context.get(), elements * dtype->bytes, &param.data)));
-  HYBRIDOPT_TRY(StatusOf(offload_optimizer_add_params(optimizer.get(), &param, 1, nullptr)));
-  auto plan = offload_init<offload_plan_t>();
-  HYBRIDOPT_TRY(StatusOf(offload_optimizer_plan(optimizer.get(), &plan)));
-  return plan;
-}
-
-struct Sizes {
-  double host_bytes = 0;
-  double pinned_bytes = 0;
-  double device_bytes = 0;
-  double ring_bytes = 0;
-  double early_bytes = 0;  // that early updates take if they cover all elements
-  double down_bytes = 0;   // a step
-  double up_bytes = 0;
+// A way to store the state. The first two keep the same bits.
+struct NamedLayout {
+  const char* text;
+  const char* masters;
+  bool bf16_moments;
+  const char* rates;  // the name under which doctor has measured it
 };
+constexpr NamedLayout kNamedLayouts[] = {
+    {"fp32 state", "fp32", false, "fp32"},
+    {"split masters, same bits", "split", false, "split"},
+    {"split masters, bf16 moments", "split", true, "small"},
+};
+constexpr size_t kExactLayouts = 2;
 
-// Adds the bytes of a share of `elements`. The bytes of a large model are extrapolated from the
-// plans of two smaller ones, because rings do not grow with the model.
-Status AddShare(const PlanOptions& options, uint64_t elements, double device_fraction,
-                Sizes& sizes) {
-  if (elements == 0) return {};
-  const bool is_small = elements <= kLargeElements;
-  const uint64_t planned = is_small ? elements : kLargeElements;
-  HYBRIDOPT_ASSIGN(const offload_plan_t plan, SmallPlan(options, planned, device_fraction));
-  offload_plan_t smaller = plan;
-  if (!is_small) {
-    HYBRIDOPT_ASSIGN(smaller, SmallPlan(options, kSmallElements, device_fraction));
-  }
-  const double more = static_cast<double>(elements - planned);
-  const auto add = [&](double& sum, auto bytes_of) {
-    const double bytes = static_cast<double>(bytes_of(plan));
-    const double slope =
-        (bytes - static_cast<double>(bytes_of(smaller))) / double{kLargeElements - kSmallElements};
-    sum += bytes + slope * more;
-  };
-  using P = offload_plan_t;
-  add(sizes.host_bytes, [](const P& p) { return p.host_bytes - p.host_early_bytes; });
-  add(sizes.early_bytes, [](const P& p) { return p.host_early_bytes; });
-  add(sizes.pinned_bytes,
-      [](const P& p) { return p.staging_bytes + p.pinned_state_bytes + p.host_grads_bytes; });
-  add(sizes.device_bytes, [](const P& p) { return p.device_bytes; });
-  add(sizes.ring_bytes, [](const P& p) { return p.device_ring_bytes; });
-  add(sizes.down_bytes, [](const P& p) { return p.grads_down_bytes; });
-  add(sizes.up_bytes, [](const P& p) { return p.params_up_bytes; });
-  return {};
-}
-
-uint64_t Rounded(double bytes) { return static_cast<uint64_t>(std::llround(bytes)); }
-
-std::string Grouped(uint64_t number) {
-  std::string text = std::to_string(number);
-  for (auto at = static_cast<std::ptrdiff_t>(text.size()) - 3; at > 0; at -= 3)
-    text.insert(static_cast<size_t>(at), ",");
-  return text;
-}
-
-Status CheckSizes(const PlanOptions& options) {
-  const struct {
-    const char* name;
-    uint64_t bytes;
-  } sizes[] = {{"--early-updates", options.early_bytes},
-               {"--activations", options.activations_bytes},
-               {"--stash", options.stash_bytes},
-               {"--host-memory", options.host_memory_bytes},
-               {"--device-memory", options.device_memory_bytes}};
-  for (const auto& [name, bytes] : sizes)
-    if (bytes > kSizeMaxBytes)
-      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                           "%s is %" PRIu64 " bytes, expected 0 to %s, as 8GiB", name, bytes,
-                           SizeText(kSizeMaxBytes).c_str());
-  if (options.early_bytes > 0 && !options.hook_gradients)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "--early-updates is given without --hook-gradients, expected both: only "
-                         "gradients that have left are used before the step");
-  return {};
-}
-
-// What the training takes beside the optimizer, and the memory that there is for all of it.
-struct Training {
-  uint64_t model_bytes = 0;        // params; gradients take as much
-  uint64_t activations_bytes = 0;  // that stay on the device
-  uint64_t early_bytes = 0;        // for early updates
-  uint64_t stash_bytes = 0;
-  uint64_t host_bytes = 0;  // all of it
-  uint64_t device_bytes = 0;
-  uint64_t host_available_bytes = 0;
+// What the command line asks.
+struct Question {
+  PlanOptions options;
+  Model model;
+  uint64_t elements = 0;  // of a rank
+  double offload_fraction = 1;
+  bool is_fraction_open = false;
+  uint64_t host_available_bytes = 0;    // for all ranks
   uint64_t device_available_bytes = 0;  // 0: not known
+  std::optional<MachineFile> machine;
 };
 
-Result<uint64_t> StashBytes(uint64_t budget_bytes) {
-  if (budget_bytes == 0) return uint64_t{0};
-  Context context;
-  auto context_options = offload_init<offload_context_options_t>();
-  context_options.device_kind = OFFLOAD_DEVICE_HOST;
-  HYBRIDOPT_TRY(context.Create(context_options));
-  auto options = offload_init<offload_stash_options_t>();
-  options.budget_bytes = budget_bytes;
-  auto plan = offload_init<offload_stash_plan_t>();
-  HYBRIDOPT_TRY(StatusOf(offload_stash_plan(context.get(), &options, &plan)));
-  return plan.host_bytes;
+struct Fit {
+  bool device = true;
+  bool host = true;
+  bool both() const { return device && host; }
+};
+
+// The predicted seconds of a step. They differ if several ranks share the host.
+struct Seconds {
+  double least = 0;
+  double most = 0;
+};
+
+// One way to train, and whether it fits.
+struct Candidate {
+  std::string text;
+  StateChoice choice;
+  StateBytes state;
+  TrainingBytes training;
+  Fit fit;
+  std::optional<Seconds> seconds;
+  bool is_exact = true;
+};
+
+bool ChoosesFraction(const Question& question) {
+  return question.is_fraction_open && question.device_available_bytes != 0;
 }
+
+Fit FitOf(const Question& question, const TrainingBytes& training) {
+  const uint64_t available = question.device_available_bytes;
+  const uint64_t reserve = ChoosesFraction(question) ? available / kHundred * kReservePercent : 0;
+  return {available == 0 || training.device + reserve <= available,
+          training.host * question.options.gpus <= question.host_available_bytes};
+}
+
+std::optional<Seconds> Predict(const Question& question, const char* rates, double fraction) {
+  const PlanOptions& options = question.options;
+  if (!question.machine || options.algorithm != "adamw" || options.dtype != "bf16") return {};
+  const auto elements = static_cast<double>(question.elements);
+  const std::optional<double> seconds =
+      question.machine->StepSeconds(rates, elements * fraction, elements * (1 - fraction));
+  if (!seconds) return {};
+  return Seconds{*seconds, *seconds * options.gpus};
+}
+
+Result<Candidate> CandidateOf(Planner& planner, const Question& question, const NamedLayout& layout,
+                              double fraction) {
+  Candidate candidate;
+  candidate.text = layout.text;
+  candidate.choice = {fraction, layout.masters, layout.bf16_moments};
+  HYBRIDOPT_ASSIGN(candidate.state, planner.State(question.elements, candidate.choice));
+  candidate.training = planner.Training(question.elements, candidate.state);
+  candidate.fit = FitOf(question, candidate.training);
+  candidate.seconds = Predict(question, layout.rates, fraction);
+  return candidate;
+}
+
+// Finds the least fraction with which the training fits on the device; 1 if none does.
+Result<Candidate> LeastOffloaded(Planner& planner, const Question& question,
+                                 const NamedLayout& layout) {
+  int fits = kHundred, too_little = -1;
+  while (fits - too_little > 1) {
+    const int middle = (fits + too_little) / 2;
+    HYBRIDOPT_ASSIGN(
+        const Candidate candidate,
+        CandidateOf(planner, question, layout, static_cast<double>(middle) / kHundred));
+    (candidate.fit.device ? fits : too_little) = middle;
+  }
+  return CandidateOf(planner, question, layout, static_cast<double>(fits) / kHundred);
+}
+
+// The layouts that the options allow.
+std::vector<NamedLayout> LayoutsOf(const PlanOptions& options) {
+  if (options.master_layout.empty() && !options.small_state)
+    return options.dtype == "bf16"
+               ? std::vector<NamedLayout>(std::begin(kNamedLayouts), std::end(kNamedLayouts))
+               : std::vector<NamedLayout>{kNamedLayouts[0]};
+  const char* const masters = !options.master_layout.empty() ? options.master_layout.c_str()
+                              : options.small_state          ? "split"
+                                                             : "fp32";
+  for (const NamedLayout& layout : kNamedLayouts)
+    if (layout.masters == std::string(masters) && layout.bf16_moments == options.small_state)
+      return {layout};
+  return {{"as the options say", masters, options.small_state, ""}};
+}
+
+Result<std::vector<Candidate>> CandidatesOf(Planner& planner, const Question& question) {
+  std::vector<Candidate> candidates;
+  for (const NamedLayout& layout : LayoutsOf(question.options)) {
+    HYBRIDOPT_ASSIGN(Candidate candidate,
+                     ChoosesFraction(question)
+                         ? LeastOffloaded(planner, question, layout)
+                         : CandidateOf(planner, question, layout, question.offload_fraction));
+    candidate.is_exact = candidates.size() < kExactLayouts;
+    candidates.push_back(std::move(candidate));
+  }
+  return candidates;
+}
+
+// Prefers exact layouts. Among these it takes the fastest, or the one that offloads less if no
+// speed is known.
+const Candidate* BestOf(const std::vector<Candidate>& candidates) {
+  const Candidate* best = nullptr;
+  const auto cost = [](const Candidate& candidate) {
+    return candidate.seconds ? candidate.seconds->least : candidate.choice.offload_fraction;
+  };
+  for (const Candidate& candidate : candidates) {
+    if (!candidate.fit.both()) continue;
+    if (best == nullptr || (candidate.is_exact && cost(candidate) < cost(*best))) best = &candidate;
+  }
+  return best;
+}
+
+// ------------------------------------------------------------------------------------ question --
 
 // The free memory on the GPU of this machine; 0 without a GPU.
 uint64_t DeviceFreeBytes() {
@@ -208,24 +170,41 @@ uint64_t DeviceFreeBytes() {
   return info.device_memory_free_bytes;
 }
 
-Result<Training> TrainingOf(const PlanOptions& options, const Sizes& sizes) {
-  Training training;
-  HYBRIDOPT_ASSIGN(const hybridopt::DtypeRow* const dtype,
-                   FindName(hybridopt::kDtypeRows, options.dtype, "--dtype"));
-  training.model_bytes = options.elements * dtype->bytes;
-  HYBRIDOPT_ASSIGN(training.stash_bytes, StashBytes(options.stash_bytes));
-  training.activations_bytes =
-      options.activations_bytes - std::min(options.activations_bytes, options.stash_bytes);
-  training.early_bytes = Rounded(sizes.early_bytes);
-  training.host_bytes = Rounded(sizes.host_bytes) + training.stash_bytes;
-  training.device_bytes =
-      2 * training.model_bytes + Rounded(sizes.device_bytes) + training.activations_bytes;
-  HYBRIDOPT_ASSIGN(const offload_plan_t here, SmallPlan(options, 1, 0));
-  training.host_available_bytes =
-      options.host_memory_bytes != 0 ? options.host_memory_bytes : here.host_available_bytes;
-  training.device_available_bytes =
-      options.device_memory_bytes != 0 ? options.device_memory_bytes : DeviceFreeBytes();
-  return training;
+// The comparison also refuses NaN.
+Status CheckFraction(const char* option, double fraction) {
+  if (fraction >= 0 && fraction <= 1) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is %g, expected 0 to 1", option, fraction);
+}
+
+Result<Question> QuestionOf(const PlanOptions& options, Planner& planner) {
+  Question question;
+  question.options = options;
+  question.is_fraction_open = !options.offload_fraction && !options.device_fraction;
+  question.offload_fraction =
+      options.offload_fraction.value_or(1 - options.device_fraction.value_or(0));
+  HYBRIDOPT_ASSIGN(question.model, FindModel(options.model));
+  question.elements = (question.model.elements + options.gpus - 1) / options.gpus;
+  if (!options.machine.empty()) {
+    HYBRIDOPT_ASSIGN(question.machine, MachineFile::Read(options.machine));
+    question.host_available_bytes = question.machine->host_available_bytes();
+    question.device_available_bytes = question.machine->device_free_bytes();
+  } else {
+    HYBRIDOPT_ASSIGN(question.host_available_bytes, planner.HostAvailable());
+    question.device_available_bytes = DeviceFreeBytes();
+  }
+  if (options.host_memory_bytes != 0) question.host_available_bytes = options.host_memory_bytes;
+  if (options.device_memory_bytes != 0)
+    question.device_available_bytes = options.device_memory_bytes;
+  return question;
+}
+
+// ---------------------------------------------------------------------------------------- text --
+
+std::string Grouped(uint64_t number) {
+  std::string text = std::to_string(number);
+  for (auto at = static_cast<std::ptrdiff_t>(text.size()) - 3; at > 0; at -= 3)
+    text.insert(static_cast<size_t>(at), ",");
+  return text;
 }
 
 // "fits into 128.0 GiB, 9.1 GiB are left for the program"
@@ -237,104 +216,207 @@ std::string FitText(uint64_t needed, uint64_t available, const char* what_for) {
          what_for;
 }
 
-std::string TrainingText(const PlanOptions& options, const Training& training) {
+std::string TrainingText(const Question& question, const TrainingBytes& training) {
+  const PlanOptions& options = question.options;
   std::ostringstream out;
-  out << "training  on the device " << SizeText(training.device_bytes) << ": params and "
+  out << "training  on " << (options.gpus > 1 ? "each" : "the") << " device "
+      << SizeText(training.device) << ": params and "
       << (options.hook_gradients ? "at most as much of gradients " : "gradients ")
-      << SizeText(2 * training.model_bytes) << ", activations "
+      << SizeText(2 * training.params) << ", activations "
       << (options.activations_bytes == 0 ? "not counted (--activations)"
-                                         : SizeText(training.activations_bytes))
+                                         : SizeText(training.activations))
       << "; "
-      << (training.device_available_bytes == 0
+      << (question.device_available_bytes == 0
               ? "there is no GPU here, --device-memory says how much another machine has"
-              : FitText(training.device_bytes, training.device_available_bytes, "there"))
-      << "\n          on the host " << SizeText(training.host_bytes) << ": state "
+              : FitText(training.device, question.device_available_bytes, "there"))
+      << "\n          on the host " << SizeText(training.host * options.gpus) << ": "
+      << (options.gpus > 1 ? std::to_string(options.gpus) + " times " : "") << "state "
       << (options.hook_gradients ? "and gradients " : "")
-      << SizeText(training.host_bytes - training.early_bytes - training.stash_bytes)
-      << (training.early_bytes > 0 ? ", early updates " + SizeText(training.early_bytes) : "")
-      << ", stash " << SizeText(training.stash_bytes) << "; "
-      << FitText(training.host_bytes, training.host_available_bytes, "for the program itself")
+      << SizeText(training.host - training.early - training.stash)
+      << (training.early > 0 ? ", early updates " + SizeText(training.early) : "") << ", stash "
+      << SizeText(training.stash) << "; "
+      << FitText(training.host * options.gpus, question.host_available_bytes,
+                 "for the program itself")
       << "\n";
   return out.str();
 }
 
-Json Fit(uint64_t needed, uint64_t available) {
+std::string PlanText(const Question& question, const Candidate& asked) {
+  const PlanOptions& options = question.options;
+  std::ostringstream out;
+  out << options.algorithm << " over " << Grouped(question.model.elements) << " elements of "
+      << options.dtype;
+  if (!question.model.source.empty())
+    out << " (" << hybridopt::Printable(question.model.source) << ")";
+  out << ", " << std::lround(kHundred * question.offload_fraction)
+      << " % of the state on the host\n";
+  if (options.gpus > 1)
+    out << "each of " << options.gpus << " GPUs has " << Grouped(question.elements)
+        << " of them, with their gradients and state:\n";
+  out << "host      " << SizeText(Rounded(asked.state.host)) << ", of it "
+      << SizeText(Rounded(asked.state.pinned)) << " pinned\n"
+      << "device    " << SizeText(Rounded(asked.state.device)) << ", of it "
+      << SizeText(Rounded(asked.state.ring)) << " for state that streams\n"
+      << "per step  " << SizeText(Rounded(asked.state.down)) << " down, "
+      << SizeText(Rounded(asked.state.up)) << " up, if CPU threads update the host's share\n"
+      << TrainingText(question, asked.training);
+  return out.str();
+}
+
+std::string SecondsText(const std::optional<Seconds>& seconds) {
+  if (!seconds) return "-";
+  if (seconds->least == seconds->most) return NumberText(seconds->least) + " s";
+  return NumberText(seconds->least) + " to " + NumberText(seconds->most) + " s";
+}
+
+std::string FractionText(double fraction) {
+  std::ostringstream out;
+  out << fraction;
+  return out.str();
+}
+
+std::string FitWord(const Fit& fit) {
+  if (fit.both()) return "yes";
+  return fit.host ? "not on the device" : fit.device ? "not on the host" : "on neither";
+}
+
+std::string CandidatesText(const Question& question, const std::vector<Candidate>& candidates) {
+  using Align = Table::Align;
+  Table table({{"state", Align::kLeft},
+               {"offload_fraction", Align::kRight},
+               {"device", Align::kRight},
+               {"host", Align::kRight},
+               {"step", Align::kRight},
+               {"fits", Align::kLeft}});
+  for (const Candidate& candidate : candidates)
+    table.Add({candidate.text, FractionText(candidate.choice.offload_fraction),
+               SizeText(candidate.training.device),
+               SizeText(candidate.training.host * question.options.gpus),
+               SecondsText(candidate.seconds), FitWord(candidate.fit)});
+  std::ostringstream out;
+  out << "\n";
+  table.Print(out);
+  if (ChoosesFraction(question))
+    out << "offload_fraction: the least that leaves " << kReservePercent << " % of the device free"
+        << (question.options.activations_bytes == 0 ? ", without activations (--activations)" : "")
+        << "\n";
+  if (question.machine)
+    out << "step: predicted from the rates that doctor measured over "
+        << Grouped(question.machine->elements()) << " params on "
+        << hybridopt::Printable(question.machine->date())
+        << (question.machine->is_simulated() ? ", with a simulated device" : "")
+        << (question.options.gpus > 1 ? "; the lower number if no rank disturbs another, the upper "
+                                        "one if they share all"
+                                      : "")
+        << "; nothing was run\n";
+  return out.str();
+}
+
+// The statement of Python that makes this optimizer.
+std::string PythonOf(const Question& question, const Planner& planner, const StateChoice& choice) {
+  std::ostringstream out;
+  out << "optimizer = hybridopt." << planner.algorithm().name
+      << "(model.named_parameters(), lr=1e-4"
+      << (planner.algorithm().value == OFFLOAD_SGD ? ", momentum=0.9" : "")
+      << ", offload_fraction=" << choice.offload_fraction;
+  if (choice.masters != "fp32") out << ", master_layout=\"" << choice.masters << "\"";
+  if (choice.bf16_moments) out << ", state_dtype=\"bf16\"";
+  if (question.options.early_bytes > 0)
+    out << ", early_update_bytes=" << question.options.early_bytes;
+  out << ")";
+  if (question.options.hook_gradients) out << "\noptimizer.hook_gradients()";
+  return out.str();
+}
+
+// ---------------------------------------------------------------------------------------- JSON --
+
+Json FitJson(uint64_t needed, uint64_t available) {
   return available == 0 ? Json(nullptr) : Json(needed <= available);
 }
 
-void AddTraining(const Training& training, Json& json) {
-  json["training_device_bytes"] = training.device_bytes;
-  json["training_host_bytes"] = training.host_bytes;
-  json["params_bytes"] = training.model_bytes;
-  json["activations_on_device_bytes"] = training.activations_bytes;
-  json["early_updates_bytes"] = training.early_bytes;
-  json["stash_bytes"] = training.stash_bytes;
-  json["device_available_bytes"] = training.device_available_bytes;
-  json["host_available_bytes"] = training.host_available_bytes;
-  json["device_fits"] = Fit(training.device_bytes, training.device_available_bytes);
-  json["host_fits"] = Fit(training.host_bytes, training.host_available_bytes);
+Json SecondsJson(const std::optional<Seconds>& seconds) {
+  return seconds ? Json({seconds->least, seconds->most}) : Json(nullptr);
+}
+
+Json PlanJson(const Question& question, const Candidate& asked) {
+  const TrainingBytes& training = asked.training;
+  const uint64_t all_host = training.host * question.options.gpus;
+  return {{"status", offload_status_name(OFFLOAD_OK)},
+          {"elements", question.model.elements},
+          {"source", question.model.source},
+          {"gpus", question.options.gpus},
+          {"elements_of_a_rank", question.elements},
+          {"host_bytes", Rounded(asked.state.host)},
+          {"pinned_bytes", Rounded(asked.state.pinned)},
+          {"device_bytes", Rounded(asked.state.device)},
+          {"device_ring_bytes", Rounded(asked.state.ring)},
+          {"grads_down_bytes", Rounded(asked.state.down)},
+          {"params_up_bytes", Rounded(asked.state.up)},
+          {"training_device_bytes", training.device},
+          {"training_host_bytes", training.host},
+          {"all_ranks_host_bytes", all_host},
+          {"params_bytes", training.params},
+          {"activations_on_device_bytes", training.activations},
+          {"early_updates_bytes", training.early},
+          {"stash_bytes", training.stash},
+          {"device_available_bytes", question.device_available_bytes},
+          {"host_available_bytes", question.host_available_bytes},
+          {"device_fits", FitJson(training.device, question.device_available_bytes)},
+          {"host_fits", FitJson(all_host, question.host_available_bytes)},
+          {"predicted_step_seconds", SecondsJson(asked.seconds)}};
+}
+
+Json CandidatesJson(const Question& question, const std::vector<Candidate>& candidates) {
+  Json rows = Json::array();
+  for (const Candidate& candidate : candidates)
+    rows.push_back({{"master_layout", candidate.choice.masters},
+                    {"state_dtype", candidate.choice.bf16_moments ? "bf16" : "fp32"},
+                    {"offload_fraction", candidate.choice.offload_fraction},
+                    {"device_bytes", candidate.training.device},
+                    {"all_ranks_host_bytes", candidate.training.host * question.options.gpus},
+                    {"predicted_step_seconds", SecondsJson(candidate.seconds)},
+                    {"fits", candidate.fit.both()}});
+  return rows;
+}
+
+Status DoesNotFit(const Question& question) {
+  std::string room = SizeText(question.host_available_bytes) + " on the host";
+  if (question.device_available_bytes != 0)
+    room = SizeText(question.device_available_bytes) + " on the device and " + room;
+  return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                       "nothing that these options leave open fits into %s; more --gpus share it "
+                       "out, --small-state and --stash make it smaller",
+                       room.c_str());
 }
 
 }  // namespace
 
 Result<Report> Plan(const PlanOptions& options) {
-  // Written so that NaN is refused too.
-  if (!(options.offload_fraction >= 0 && options.offload_fraction <= 1))
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "--offload-fraction is %g, expected 0 to 1",
-                         options.offload_fraction);
-  HYBRIDOPT_TRY(CheckSizes(options));
-  const auto on_device =
-      static_cast<uint64_t>(static_cast<double>(options.elements) * (1 - options.offload_fraction));
-  Sizes sizes;
-  HYBRIDOPT_TRY(AddShare(options, options.elements - on_device, 0, sizes));
-  HYBRIDOPT_TRY(AddShare(options, on_device, 1, sizes));
-  // The plans assume room for early updates of all elements.
-  sizes.early_bytes = std::min(sizes.early_bytes, static_cast<double>(options.early_bytes));
-  sizes.host_bytes += sizes.early_bytes;
-  sizes.pinned_bytes += sizes.early_bytes;
-  HYBRIDOPT_ASSIGN(const Training training, TrainingOf(options, sizes));
-  std::ostringstream out;
-  out << options.algorithm << " over " << Grouped(options.elements) << " elements of "
-      << options.dtype << ", " << std::lround(100 * options.offload_fraction)
-      << " % of the state on the host\n"
-      << "host      " << SizeText(Rounded(sizes.host_bytes)) << ", of it "
-      << SizeText(Rounded(sizes.pinned_bytes)) << " pinned\n"
-      << "device    " << SizeText(Rounded(sizes.device_bytes)) << ", of it "
-      << SizeText(Rounded(sizes.ring_bytes)) << " for state that streams\n"
-      << "per step  " << SizeText(Rounded(sizes.down_bytes)) << " down, "
-      << SizeText(Rounded(sizes.up_bytes)) << " up, if CPU threads update the host's share\n"
-      << TrainingText(options, training);
-  Json json{{"status", offload_status_name(OFFLOAD_OK)},
-            {"elements", options.elements},
-            {"host_bytes", Rounded(sizes.host_bytes)},
-            {"pinned_bytes", Rounded(sizes.pinned_bytes)},
-            {"device_bytes", Rounded(sizes.device_bytes)},
-            {"device_ring_bytes", Rounded(sizes.ring_bytes)},
-            {"grads_down_bytes", Rounded(sizes.down_bytes)},
-            {"params_up_bytes", Rounded(sizes.up_bytes)}};
-  AddTraining(training, json);
-  return Report{out.str(), json, {}};
-}
-
-Result<uint64_t> ElementCount(const std::string& text) {
-  constexpr struct {
-    char letter;
-    double factor;
-  } kFactors[] = {{'K', 1e3}, {'M', 1e6}, {'B', 1e9}, {'T', 1e12}};
-  char* end = nullptr;
-  double count = std::strtod(text.c_str(), &end);
-  if (end != text.c_str())
-    for (const auto& [letter, factor] : kFactors)
-      if (std::toupper(static_cast<unsigned char>(*end)) == letter) {
-        count *= factor;
-        ++end;
-        break;
-      }
-  if (text.empty() || *end != '\0' || !(count >= 1 && count <= 1e15))
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "'%.100s', expected how many parameters, 1 to 1e15, as 7e9, 7B or 350M",
-                         text.c_str());
-  return static_cast<uint64_t>(count);
+  if (options.offload_fraction)
+    HYBRIDOPT_TRY(CheckFraction("--offload-fraction", *options.offload_fraction));
+  if (options.device_fraction)
+    HYBRIDOPT_TRY(CheckFraction("--device-fraction", *options.device_fraction));
+  HYBRIDOPT_ASSIGN(const auto planner, Planner::Make(options));
+  HYBRIDOPT_ASSIGN(const Question question, QuestionOf(options, *planner));
+  HYBRIDOPT_ASSIGN(
+      const Candidate asked,
+      CandidateOf(*planner, question, LayoutsOf(options).front(), question.offload_fraction));
+  HYBRIDOPT_ASSIGN(const auto candidates, CandidatesOf(*planner, question));
+  const Candidate* const best = BestOf(candidates);
+  Report report;
+  report.text = PlanText(question, asked) + CandidatesText(question, candidates);
+  report.json = PlanJson(question, asked);
+  report.json["choices"] = CandidatesJson(question, candidates);
+  report.json["python"] = nullptr;
+  if (best == nullptr) {
+    report.status = DoesNotFit(question);
+    report.json["status"] = offload_status_name(report.status.code());
+    return report;
+  }
+  const std::string python = PythonOf(question, *planner, best->choice);
+  report.text += "\n" + python + "\n";
+  report.json["python"] = python;
+  return report;
 }
 
 }  // namespace tool

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
 #include <ostream>
 
 #include "base/utf8.h"
@@ -17,6 +18,23 @@ namespace {
 size_t Width(const std::string& text) {
   return static_cast<size_t>(
       std::count_if(text.begin(), text.end(), [](char byte) { return (byte & 0xc0) != 0x80; }));
+}
+
+// The edit distance: how many letters must be inserted, removed or replaced to turn one word into
+// the other.
+size_t Distance(const std::string& one, const std::string& other) {
+  std::vector<size_t> row(other.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 0; i < one.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i + 1;
+    for (size_t j = 0; j < other.size(); ++j) {
+      const size_t changed = diagonal + (one[i] == other[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({changed, row[j] + 1, row[j + 1] + 1});
+    }
+  }
+  return row.back();
 }
 
 std::string Coloured(const char* colour, const std::string& text) {
@@ -72,6 +90,20 @@ void Table::Print(std::ostream& out) const {
   };
   print([&](size_t i) { return std::string(columns_[i].title); });
   for (const auto& row : rows_) print([&](size_t i) { return row[i]; });
+}
+
+std::string NearestWord(const std::string& word, const std::vector<std::string>& words) {
+  constexpr size_t kWordMost = 32;
+  constexpr size_t kDistanceMost = 2;
+  std::string nearest;
+  size_t least = kDistanceMost + 1;
+  for (const std::string& candidate : words) {
+    const size_t distance = Distance(word.substr(0, kWordMost), candidate);
+    if (distance >= least) continue;
+    least = distance;
+    nearest = candidate;
+  }
+  return nearest;
 }
 
 std::string NumberText(double number) {

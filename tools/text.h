@@ -35,6 +35,9 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
+// The one of `words` that is most similar to `word`; empty if none is similar.
+std::string NearestWord(const std::string& word, const std::vector<std::string>& words);
+
 // "0.62": at most three significant digits.
 std::string NumberText(double number);
 

@@ -673,12 +673,6 @@ def test_memory_is_bounded_whatever_the_size(tmp_path):
         ["export", "a"],
         ["export", "a", "b", "--what", "grad"],
         ["export", "a", "b", "--dtype", "fp8"],
-        ["plan"],
-        ["plan", "7B", "--dtype", "fp8"],
-        *[["plan", "--", number] for number in ("0", "abc", "nan", "inf", "1e16", "-7B", "B", "", "7BB", "0.5")],
-        ["plan", "7B", "--offload-fraction=half"],
-        ["plan", "7B", "--stash", "8 parsecs"],
-        ["plan", "7B", "--host-memory", "99999999TiB"],
     ],
 )
 def test_wrong_usage(arguments):
@@ -709,125 +703,6 @@ def test_info_tells_of_the_library_and_the_machine():
     assert told["status"] == "OK" and told["threads"] >= 1 and told["build"] == lines[0]
 
 
-STATE_BYTES = [  # of an element: master and moments
-    (["7e9"], 12),
-    (["7e9", "--offload-fraction", "0.25"], 12),
-    (["7B", "--small-state"], 6),
-    (["7B", "--master-layout", "split"], 10),
-    (["7B", "--small-state", "--master-layout", "fp32"], 8),
-    (["7B", "--small-state", "--master-layout", "split24"], 5),
-    (["1e9", "--algorithm", "lion", "--dtype", "fp32"], 8),
-    (["2e9", "--algorithm", "sgd", "--dtype", "fp16"], 8),
-    (["350M", "--algorithm", "adagrad"], 8),
-    (["1000"], 12),
-]
-
-
-@pytest.mark.parametrize(("arguments", "bytes_each"), STATE_BYTES)
-def test_plan_tells_state_and_rings(arguments, bytes_each):
-    told = json.loads(succeed("plan", *arguments, "--json"))
-    assert told["status"] == "OK"
-    fraction = float(arguments[2]) if "--offload-fraction" in arguments else 1
-    host = told["elements"] * fraction * bytes_each
-    # Beside the state there are the staging ring on the host, and on the device the ring of state that streams. The
-    # tables take 2 bytes of a thousand.
-    assert host <= told["host_bytes"] <= host * 1.003 + 2**28
-    on_device = told["elements"] * bytes_each - host
-    assert on_device <= told["device_bytes"] - told["device_ring_bytes"] <= on_device * 1.003 + 2**25
-    assert told["device_ring_bytes"] <= 4 * 2**22 * bytes_each
-    assert (told["device_ring_bytes"] > 0) == (host > 0)
-    assert host <= told["pinned_bytes"] <= told["host_bytes"] + 2**14  # whole pages are pinned
-
-
-@pytest.mark.parametrize("fraction", ["2", "-1", "nan"])
-def test_plan_of_no_fraction(fraction):
-    text = f"--offload-fraction is {fraction}, expected 0 to 1"
-    refuse(USAGE, text, "plan", "7B", f"--offload-fraction={fraction}")
-
-
-def test_plan_counts_every_element():
-    odd = json.loads(succeed("plan", "3", "--offload-fraction", "0.5", "--json"))
-    assert odd["grads_down_bytes"] == 4  # 2 elements of bf16 on the host, 1 on the device
-
-
-GIB = 1 << 30
-PRESET = ["plan", "14B", "--small-state", "--hook-gradients", "--activations", "50GiB", "--stash", "8GiB"]
-
-
-def test_plan_of_a_training_on_another_machine():
-    """14 G params on 139 GiB of GPU memory with 128 GiB of host memory."""
-    machine = ["--host-memory", "128GiB", "--device-memory", "139GiB"]
-    told = json.loads(succeed(*PRESET, *machine, "--json"))
-    params = 28e9
-    library = told["device_bytes"]
-    assert told["training_device_bytes"] == 2 * params + 42 * GIB + library and told["device_fits"] is True
-    expected = 6 * 14e9 + params + 8 * GIB  # state, gradients, stash
-    assert expected <= told["training_host_bytes"] <= expected * 1.003 + 2**28 and told["host_fits"] is True
-    assert told["pinned_bytes"] >= 6 * 14e9 + params
-    text = succeed(*PRESET, *machine)
-    assert re.search(
-        r"training  on the device 94.3 GiB: params and at most as much of gradients 52.2 GiB, activations "
-        r"42.0 GiB; fits into 139.0 GiB, 44.7 GiB are left there\n          on the host 112.\d GiB: state and "
-        r"gradients 104.\d GiB, stash 8.0 GiB; fits into 128.0 GiB, 15.\d GiB are left for the program itself\n",
-        text,
-    )
-    # Without hooks the gradients stay on the device.
-    stays = json.loads(succeed("plan", "14B", "--small-state", *machine, "--json"))
-    assert params <= told["training_host_bytes"] - 8 * GIB - stays["training_host_bytes"] <= params * 1.003
-    assert stays["training_device_bytes"] == 2 * params + stays["device_bytes"]
-
-
-def test_plan_counts_the_room_of_early_updates():
-    machine = ["--host-memory", "128GiB", "--device-memory", "139GiB"]
-    without = json.loads(succeed(*PRESET, *machine, "--json"))
-    told = json.loads(succeed(*PRESET, *machine, "--early-updates", "12GiB", "--json"))
-    assert told["early_updates_bytes"] == 12 * GIB and without["early_updates_bytes"] == 0
-    tables = told["host_bytes"] - without["host_bytes"] - 12 * GIB
-    assert told["training_host_bytes"] == without["training_host_bytes"] + tables + 12 * GIB
-    assert 0 < tables < 2**24 and told["pinned_bytes"] == without["pinned_bytes"] + 12 * GIB
-    text = succeed(*PRESET, *machine, "--early-updates", "12GiB")
-    assert re.search(r"state and gradients 104.\d GiB, early updates 12.0 GiB, stash 8.0 GiB; fits", text)
-    # No more than the state and params of all elements, and what aligns them.
-    small = json.loads(succeed("plan", "1e6", "--hook-gradients", "--early-updates", "1GiB", "--json"))
-    assert 14e6 <= small["early_updates_bytes"] <= 14e6 * 1.01 + 2**14
-    refuse(USAGE, "--early-updates is given without --hook-gradients, expected both", "plan", "7B",
-           "--early-updates", "1GiB")  # fmt: skip
-
-
-def test_plan_of_a_training_that_does_not_fit():
-    machine = ["--host-memory", "96GiB", "--device-memory", "80GiB"]
-    told = json.loads(succeed(*PRESET, *machine, "--json"))
-    assert (told["device_fits"], told["host_fits"]) == (False, False)
-    text = succeed(*PRESET, *machine)
-    assert "does not fit into 80.0 GiB, 14.3 GiB are missing" in text
-    assert re.search(r"does not fit into 96.0 GiB, 16.\d GiB are missing\n", text)
-    assert json.loads(succeed(*PRESET, "--host-memory", "1TiB", "--json"))["host_fits"] is True
-
-
-def test_plan_of_a_training_on_this_machine():
-    told = json.loads(succeed("plan", "1000", "--json"))
-    assert 0 < told["host_available_bytes"] < 1 << 50 and told["host_fits"] is True
-    if told["device_available_bytes"] == 0:
-        assert told["device_fits"] is None
-        assert "there is no GPU here, --device-memory says how much another machine has" in succeed("plan", "1000")
-    # What a stash takes goes off what waits on the device, but no further than to 0.
-    all_gone = json.loads(succeed("plan", "1000", "--activations", "1MiB", "--stash", "2MiB", "--json"))
-    assert all_gone["activations_on_device_bytes"] == 0 and all_gone["stash_bytes"] >= 2 << 20
-
-
-@pytest.mark.parametrize(
-    "option", ["--activations", "--early-updates", "--stash", "--host-memory", "--device-memory"]
-)
-@pytest.mark.parametrize("size", ["2PiB", "-5"])
-def test_plan_of_no_size(option, size):
-    refuse(USAGE, "bytes, expected 0 to 1.0 PiB, as 8GiB", "plan", "7B", f"{option}={size}")
-
-
-def test_plan_of_an_unknown_algorithm_names_those_that_there_are():
-    refuse(USAGE, "--algorithm is 'adamx', expected one of adamw, adam, sgd", "plan", "7B",
-           "--algorithm", "adamx")
-
-
 def test_the_docs_show_what_the_tool_prints(tmp_path):
     page = (GOLDEN.parent.parent / "docs" / "CHECKPOINTS.md").read_text()
     block = page.split("## Look into checkpoints")[1].split("```")[1]
@@ -842,12 +717,6 @@ def test_the_docs_show_what_the_tool_prints(tmp_path):
         arguments = line.split("#")[0].split()[1:]
         result = tool(*arguments, cwd=tmp_path)
         assert (result.stdout + result.stderr).rstrip("\n") == shown.rstrip("\n")
-
-
-def test_the_docs_show_what_plan_prints():
-    page = (GOLDEN.parent.parent / "docs" / "PYTORCH.md").read_text()
-    line, shown = page.split("\n$ ")[1].split("\n```")[0].split("\n", 1)
-    assert succeed(*line.split()[1:]) == shown + "\n"
 
 
 def test_help_and_version():
