@@ -32,6 +32,11 @@ gcc -std=c99 -Wall -Wextra -Wpedantic -Werror "$consumer/consumer.c" -o "$scratc
 "$scratch/consumer"
 echo "C99 consumer by pkg-config: $(pkg-config --modversion hybridopt)"
 
+# With the run path that docs/guides/from_c.md gives, it needs no LD_LIBRARY_PATH.
+gcc -std=c99 "$consumer/consumer.c" -o "$scratch/consumer_rpath" $(pkg-config --cflags --libs hybridopt) \
+  -Wl,-rpath,"$(pkg-config --variable=libdir hybridopt)"
+env -u LD_LIBRARY_PATH "$scratch/consumer_rpath" >/dev/null
+
 # The README's program, as it stands there, prints what its comment says.
 sed -n '/^```c$/,/^```$/p' "$consumer/../../../README.md" | sed '1d;$d' >"$scratch/readme.c"
 gcc -std=c99 -Wall -Wextra -Wpedantic -Werror "$scratch/readme.c" -o "$scratch/readme" \

@@ -1,0 +1,115 @@
+"""What mkdocs does not do by itself for the site: pages for README.md, the examples and other files of the repository
+that pages link to, with their links; and Markdown as GitHub reads it. A hook of mkdocs.yml."""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(?<=\]\()([^)\s#]+)((?:#[^)\s]*)?)(?=\))")
+NAME = re.compile(r"(?<![\[(`/\w])docs/(\w+\.md)(?![`\])\w])")  # a page that is named without a link
+FENCE = re.compile(r" *(`{3,})")
+ITEM = re.compile(r" *([-*]|\d+\.) ")
+LANGUAGES = {".h": "c", ".cu": "cpp", ".py": "python", ".rs": "rust", ".yml": "yaml", ".sh": "bash"}
+
+
+def page_of(path):
+    """Where the site has a file of the repository."""
+    if path == "README.md":
+        return "index.md"
+    if path.endswith(".md"):
+        return path.removeprefix("docs/")
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md"
+
+
+def file_of(page):
+    """The file of the repository that a page shows."""
+    if page == "index.md":
+        return "README.md"
+    return f"docs/{page}" if (ROOT / "docs" / page).exists() else page
+
+
+def target_of(path, link):
+    """The file that a link in this file leads to, or None."""
+    if re.match(r"[a-z]+:", link):
+        return None
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
+
+
+def examples_page():
+    """A table of the examples, from the first sentence of each."""
+    rows = ["# Examples", "", "Each says at its top how long it takes and what to expect.", "", "| | |", "|---|---|"]
+    for path in sorted(ROOT.glob("examples/[0-9]*")):
+        source = path / "main.rs" if path.is_dir() and (path / "main.rs").exists() else path
+        if source.is_dir():
+            continue
+        text = re.sub(r"^#!.*\n", "", source.read_text())
+        text = re.sub(r"^ ?(//!?|\*|/\*|\"\"\")+ ?", "", text, flags=re.MULTILINE)
+        text = re.sub(rf"^{re.escape(source.name)} shows ", "", text.strip())
+        sentence = re.split(r"[.:](?:\s|$)", re.sub(r"\s+", " ", text.removeprefix("Shows ")))[0]
+        rows.append(f"| [{path.name}]({source.relative_to(ROOT)}) | {sentence} |")
+    return "\n".join([*rows, ""])
+
+
+def source_page(path):
+    language = LANGUAGES.get(Path(path).suffix, Path(path).suffix[1:])
+    return f"# {path}\n\n````{language}\n{(ROOT / path).read_text()}\n````\n"
+
+
+def on_files(files, config):
+    texts = {file_of(file.src_uri): Path(file.abs_src_path).read_text() for file in files.documentation_pages()}
+    wanted = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "include/offload.h"}
+    files.append(File.generated(config, "examples.md", content=examples_page()))
+    texts["examples.md"] = examples_page()
+    while wanted:
+        path = wanted.pop()
+        if path.endswith(".md"):
+            texts[path] = (ROOT / path).read_text()
+            files.append(File.generated(config, page_of(path), content=texts[path]))
+        else:
+            texts[path] = ""
+            files.append(File.generated(config, page_of(path), content=source_page(path)))
+        linked = {target_of(each, link) for each, text in texts.items() for link, _ in LINK.findall(text)}
+        wanted |= {
+            each for each in linked - texts.keys() - {None} if (ROOT / each).is_file() and not each.startswith("docs/")
+        }
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    path = file_of(page.file.src_uri)
+
+    def link(match):
+        target = target_of(path, match[1])
+        if target is None or not (ROOT / target).is_file():
+            return match[0]
+        here = posixpath.dirname(page.file.src_uri)
+        return posixpath.relpath(page_of(target), here or ".") + match[2]
+
+    if page.file.src_uri.startswith("source/"):
+        return markdown
+    to_root = posixpath.relpath(".", posixpath.dirname(path) or ".")
+    return LINK.sub(link, as_mkdocs_reads_it(markdown, to_root))
+
+
+def as_mkdocs_reads_it(text, to_root):
+    """On GitHub two spaces stand for a level of a list, and a list may follow a paragraph without an empty line. Names of
+    pages become links."""
+    lines, fence, in_list, extra = [], None, False, 0
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip(" "))
+        mark = FENCE.match(line)
+        if fence is None and line.strip():
+            item = ITEM.match(line)
+            if item and not in_list and lines and lines[-1].strip():
+                lines.append("")
+            in_list = bool(item) or (in_list and (indent > 0 or bool(lines[-1].strip())))
+            extra = (indent + 1) // 2 * 4 - indent if in_list else 0
+        if mark and (fence is None or mark[1] == fence):
+            fence = mark[1] if fence is None else None
+        elif fence is None:
+            line = NAME.sub(rf"[\g<0>]({to_root}/docs/\g<1>)", line)
+        lines.append(" " * extra + line if line.strip() else line)
+    return "\n".join(lines)
