@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def one_torch_thread_and_seed(request):
-    """Tests share two cores with others, and start from the same numbers."""
+    """Tests run beside others on two cores, so torch gets one thread; each test starts with the same random seed."""
     if "abi" in request.module.__name__:  # runs without torch
         yield
         return

@@ -1,5 +1,5 @@
-"""A stash that copies as late as it may: to the host when the caller waits for that, back when the caller pops.
-Until then destinations hold NaNs. Memory that was let go too early, or is read too early, shows in every run."""
+"""A stash that copies as late as it may: to the host when the caller waits for that copy, and back when the caller
+pops. Until then destinations hold NaNs. So memory that is freed or read too early shows in every run."""
 
 import ctypes
 

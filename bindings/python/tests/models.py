@@ -1,4 +1,4 @@
-"""Small models and what tests say of them."""
+"""Small models, and functions that tests use on them."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from torch.nn import functional
 import hybridopt
 from hybridopt.sync import in_sync
 
-# Every optimizer here with torch's of the same name (None: torch has none) and arguments for both.
+# Every optimizer of the package, torch's optimizer of the same name (None: torch has none), and arguments for both.
 PAIRS = {
     "AdamW": (hybridopt.AdamW, torch.optim.AdamW, {"lr": 1e-2}),
     "Adam": (hybridopt.Adam, torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.01}),
@@ -25,7 +25,7 @@ PAIRS = {
 WITH_TORCH = {name: pair for name, pair in PAIRS.items() if pair[1] is not None}
 
 
-# Values of all kinds, by their repr(): arguments must take each or tell what they expect.
+# Values of many types, by their repr(). An argument must accept each value or raise an error that says what it expects.
 VALUES = {
     repr(value): value
     for value in (
@@ -36,22 +36,22 @@ VALUES = {
 
 
 def told(value):
-    """A value in an error, as a regular expression."""
+    """A regular expression for a value as errors show it."""
     text = repr(value)
     return re.escape(text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)")
 
 
 def drawn_seeds(count):
-    """The seeds of a test that draws at random, which are in its name: others for each HYBRIDOPT_TEST_SEED,
-    and more of them in a long run."""
+    """The seeds of a test that draws at random; they are in the test's name. Each HYBRIDOPT_TEST_SEED gives other
+    seeds, and a long run has more of them."""
     first = 1_000_000 * int(os.environ.get("HYBRIDOPT_TEST_SEED", "0"))
     scaled = round(count * float(os.environ.get("HYBRIDOPT_TEST_SCALE", "1")))
     return range(first, first + max(1, scaled))
 
 
 def watch_params(monkeypatch, watched=True):
-    """Has optimizers made from now on watch params on the CPU as they watch those on a GPU, if `watched` is True.
-    Otherwise their steps follow params on the CPU."""
+    """If `watched` is True, optimizers that are made from now on watch params on the CPU as they watch those on a
+    GPU. Otherwise their steps follow params on the CPU."""
     if watched:
         monkeypatch.setattr(in_sync, "is_away", lambda device: True)
 
@@ -66,8 +66,8 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Queries, keys and values are views with holes into one matrix. With a dropout scores and their softmax are saved,
-    too."""
+    """Queries, keys and values are views with gaps into one matrix. With dropout, the scores and their softmax are
+    saved too."""
 
     def __init__(self, width, heads, dropout=None):
         super().__init__()
@@ -91,7 +91,7 @@ def perceptron(dtype=torch.float32):
 
 
 def set_gradients(params, seed, scale=1.0):
-    """Gradients that depend on the seed and nothing else."""
+    """Sets gradients that depend on the seed only."""
     generator = torch.Generator().manual_seed(seed)
     for param in params:
         noise = torch.randn(param.shape, generator=generator)
@@ -105,12 +105,12 @@ def run(optimizer, params, seeds):
 
 
 def bits(tensors):
-    """Every bit, to be compared with ==."""
+    """All bits of the tensors, to be compared with ==."""
     return [tensor.detach().reshape(-1).contiguous().view(torch.uint8).tolist() for tensor in tensors]
 
 
 def state_bits(optimizer):
-    """Every bit of the state, in the order of params."""
+    """All bits of the state, in the order of params."""
     entries = optimizer.state_dict()["state"]
     return {
         (index, key): bits([value])

@@ -1,5 +1,5 @@
-"""What FSDP2 lacks on the CPU in older versions of torch, for which it was written for GPUs alone. Not
-a test itself."""
+"""Adds what FSDP2 lacks on the CPU in older versions of torch, where it was written for GPUs only. Not a test
+itself."""
 
 import contextlib
 
@@ -7,9 +7,9 @@ import torch
 
 
 def complete_fsdp2():
-    """Streams of the CPU give events, which are reached at once; gradients are divided before gloo adds
-    them up, since it cannot average; and params that are gathered again for the backward pass are no
-    changed ones to autograd, as on a GPU."""
+    """Streams of the CPU get events, which are complete at once. Gradients are divided before gloo adds them up,
+    since it cannot average. Params that are gathered again for the backward pass do not count as changed for
+    autograd, as on a GPU."""
     if hasattr(torch.cpu.Stream, "record_event"):
         return
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives

@@ -11,8 +11,8 @@ import torch.multiprocessing as mp
 
 from older_torch import complete_fsdp2
 
-# One process imports what the ranks need and is forked for every rank: it has no threads that a fork
-# would lose. Each module that is missing here costs a rank up to a second.
+# One process imports what the ranks need and is forked for every rank. It has no threads, which a fork would lose. Each
+# module that is missing here costs a rank up to a second.
 multiprocessing.set_forkserver_preload(
     [
         "pytest",
@@ -27,9 +27,8 @@ multiprocessing.set_forkserver_preload(
 
 
 def run(function, world, *arguments, backend="gloo"):
-    """Calls function(rank, world, *arguments) in each of `world` processes; what one of them raises
-    is raised here, with its traceback as text. Gives what each returned, by rank; None for one that
-    went away without a word."""
+    """Calls function(rank, world, *arguments) in each of `world` processes. An exception in one of them is raised
+    here, with its traceback as text. Returns the results by rank, with None for a rank that ended without a result."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _rank,
@@ -44,7 +43,7 @@ def run(function, world, *arguments, backend="gloo"):
 def _rank(rank, world, folder, backend, environment, function, arguments):
     torch.set_num_threads(1)
     complete_fsdp2()
-    os.environ.update(environment)  # what a test has set since the process was started that is forked
+    os.environ.update(environment)  # what a test has set since the forked process was started
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     if backend == "nccl":
         torch.cuda.set_device(rank)

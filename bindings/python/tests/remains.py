@@ -1,4 +1,4 @@
-"""Short trainings on whatever device their model is, and what is left of them after their last reference has gone. Not a
+"""Short trainings on the device of their model, and checks of what exists after their last reference is gone. Not a
 test itself."""
 
 import gc
@@ -17,8 +17,8 @@ PATIENCE_SECONDS = 10
 
 
 def parts_of(*roots):
-    """The modules, params, optimizers and other objects that a training consists of, and the library's objects of its
-    optimizers, by name."""
+    """The objects of a training by name: modules, params, optimizers and others, and the library's objects behind
+    its optimizers."""
     parts = {}
     for number, root in enumerate(roots):
         parts[f"{number} {type(root).__name__}"] = root
@@ -36,7 +36,7 @@ def parts_of(*roots):
 
 
 class Remains:
-    """Remembers parts of a training weakly, and the threads of before it."""
+    """Keeps weak references to parts of a training, and the threads that existed before it."""
 
     def __init__(self):
         gc.collect()
@@ -47,7 +47,7 @@ class Remains:
         self._parts.update((name, weakref.ref(part)) for name, part in parts_of(*roots).items())
 
     def alive(self):
-        """The names of what is alive."""
+        """The names of the parts that are alive."""
         return [name for name, part in self._parts.items() if part() is not None]
 
     def assert_nothing(self):
@@ -74,10 +74,10 @@ def resident_bytes():
 
 
 def tensor_bytes():
-    """The bytes of all tensors on the CPU that Python knows."""
+    """The bytes of all tensors on the CPU that the garbage collector knows."""
     storages = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of objects that warn when something asks for their class
+        warnings.simplefilter("ignore")  # some objects warn when their class is asked for
         for each in gc.get_objects():
             if issubclass(type(each), torch.Tensor) and each.device.type == "cpu" and each.layout == torch.strided:
                 storage = getattr(each, "_local_tensor", each).untyped_storage()
@@ -86,9 +86,9 @@ def tensor_bytes():
 
 
 def assert_that_nothing_piles_up(train, repetitions=4, bytes_now=tensor_bytes, first_gone=0):
-    """train() trains once and returns what is to be gone, one part after the other: the first one first, or the last
-    one first (first_gone=-1). The first training may leave what a framework keeps of its own,
-    and the second one makes the group by which several ranks agree on others."""
+    """train() trains once and returns the parts that shall be freed; they are released from the first to the last,
+    or from the last to the first (first_gone=-1). The first training may leave what a framework keeps itself, and
+    the second one creates the group by which several ranks agree on other groups."""
     counts = []
     for _ in range(repetitions):
         remains = Remains()
@@ -112,7 +112,7 @@ class Failing(Exception):
 
 
 def inputs_of(module, seed=0):
-    """What the model gets: the last dimension of its first param is its width."""
+    """The input of the model; the last dimension of the model's first param is its width."""
     param = next(module.parameters())
     drawn = torch.randn(4, param.shape[-1], generator=torch.Generator().manual_seed(seed))
     return drawn.to(param.device, param.dtype)
@@ -139,15 +139,15 @@ def adamw(module, **options):
 
 
 def stash_of(module, **options):
-    """A stash that takes all activations and weights of the model."""
+    """A stash that puts aside all activations and weights of the model."""
     weight_bytes = sum(param.nbytes for param in module.parameters())
     slab_bytes = 4096 if weight_bytes < 1 << 20 else 1 << 20
     budget = max(1 << 20, 8 * weight_bytes)
     return hybridopt.ActivationStash(budget, min_bytes=1, slab_bytes=slab_bytes, fraction=1.0, keep_last=0, **options)
 
 
-# Each function trains a model, which is a sequence of layers, with options of the optimizer. It returns the optimizer, and
-# what else the user may keep.
+# Each function trains a model, which is a sequence of layers, with options of the optimizer. It returns the optimizer,
+# and other objects that the user may keep.
 
 
 def plain(module, **options):
@@ -165,7 +165,7 @@ def hooked(module, **options):
 
 
 def hooked_in_a_pass(module, **options):
-    """The gradients of a backward pass have left, and no step has used them."""
+    """The gradients of a backward pass are on the host, and no step has used them."""
     optimizer, hooks = hooked(module, **options)
     backward(module)
     return optimizer, hooks
@@ -228,7 +228,7 @@ def with_weights_away(module):
 
 
 def in_a_phase(module, **options):
-    """Params and state have been moved away and have not come back."""
+    """Params and state have been offloaded and have not come back."""
     optimizer = adamw(module, movable=("params", "grads", "states"), **options)
     steps(module, optimizer)
     optimizer.offload(params=True, grads=True, states=True)
@@ -260,5 +260,5 @@ def failing(module, **options):
 
 
 def forget_failed_pass(module):
-    """torch keeps what a backward pass that has failed had queued until the next one."""
+    """If a backward pass fails, torch keeps what the pass had queued until the next one."""
     torch.zeros(1, requires_grad=True, device=next(module.parameters()).device).sum().backward()

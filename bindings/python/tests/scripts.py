@@ -1,6 +1,6 @@
-"""Runs Python programs to the end of their interpreter. Not a test itself. They are forked from one
-process that has imported torch, which takes longer than most of them; it has no threads. ten_lines() is one of
-them."""
+"""Runs Python programs, each to the end of its interpreter. Not a test itself. The programs are forked from one
+process that has imported torch and has no threads, because the import takes longer than most programs. ten_lines()
+is one of the programs."""
 
 import json
 import os

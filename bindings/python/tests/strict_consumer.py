@@ -1,4 +1,4 @@
-"""What a program under `mypy --strict` writes. It is checked (style.python), never run."""
+"""A user's program under `mypy --strict`. The type checker checks it (style.python); nothing runs it."""
 
 import pathlib
 

@@ -175,7 +175,7 @@ def test_a_foreign_handle_is_refused():
 
 @contextlib.contextmanager
 def full_disk():
-    """A limit on the size of files stands for it. Python ignores the signal that comes with it."""
+    """A limit on the size of files stands for a full disk. Python ignores the signal that comes with it."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, unlimited[1]))
     try:
@@ -197,7 +197,7 @@ def saver():
 
 
 def fail_unheard(optimizer, path):
-    """A save that has failed before the call returns, of which nobody has been told."""
+    """Makes a save that has failed before this function returns, and whose failure nobody has been told."""
     with full_disk():
         ticket = optimizer.save(path)
         with pytest.raises(abi.IoFailedError, match=r"/\.behind\..*File too large"):
@@ -307,7 +307,7 @@ def test_other_threads_run_during_a_wait():
         while thread.is_alive():
             turns += 1
         thread.join()
-        # With the interpreter's lock held this loop would turn only before and after the wait.
+        # If the wait held the interpreter's lock, this loop would run only before and after the wait.
         assert turns > 10
 
 

@@ -1,5 +1,4 @@
-"""What goes wrong is a Python exception that says what to do, and changes nothing; what only looks
-wrong works."""
+"""Errors are Python exceptions that say what to do, and change nothing. Input that only looks wrong works."""
 
 import math
 import copy
@@ -75,7 +74,7 @@ def test_a_graph_capture_is_refused_before_anything_happens(call, monkeypatch):
     with monkeypatch.context() as capture:
         for function in ("is_initialized", "is_current_stream_capturing"):
             capture.setattr(torch.cuda, function, lambda: True)
-        for name in vars(abi.Optimizer):  # nor is the library asked for anything
+        for name in vars(abi.Optimizer):  # and no function of the library is called
             if not name.startswith("_"):
                 capture.setattr(abi.Optimizer, name, None)
         with pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph; call it outs"):
@@ -123,7 +122,7 @@ def test_a_param_of_another_dtype_in_the_same_memory_is_refused():
 
 
 def test_a_param_with_gaps_of_another_shape_is_refused():
-    """It is stepped in a copy, which would take any shape that can be broadcast."""
+    """Such a param is stepped in a copy, which would accept any shape that can be broadcast."""
     param = Parameter(torch.ones(4, 2)[:, 0])
     optimizer = stepped(param)
     param.grad = None
@@ -220,7 +219,7 @@ def test_a_param_put_twice_into_a_group_later_is_refused():
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_equal_names_are_told_apart_and_the_user_is_told(groups):
-    """Two models in one optimizer have the same names. torch steps them too, so that they are not refused."""
+    """Two models in one optimizer have the same names. torch steps them too, so they are not refused."""
     params = [Parameter(torch.ones(2)) for _ in range(5)]
     names = ["weight", "weight", "weight", "bias", "bias"]
     named = list(zip(names, params))
@@ -340,7 +339,7 @@ def put_beside_grad(param, grad):
 
 @pytest.mark.parametrize("put", [put_behind_grad, put_beside_grad])
 def test_a_gradient_of_another_shape_is_refused(put):
-    """In one dimension strides are the same, whatever the length."""
+    """In one dimension the strides are equal for every length."""
     params = [Parameter(torch.ones(1 << 20)), Parameter(torch.ones(1 << 20))]
     optimizer = hybridopt.AdamW([("left", params[0]), ("right", params[1])])
     run(optimizer, params, [1])
@@ -596,7 +595,7 @@ def test_a_forked_child_cannot_step_its_parents_optimizer():
 
 
 def test_a_forked_child_can_make_its_own():
-    parents = stepped(Parameter(torch.ones(3)), threads=1)  # its context is there to be shared
+    parents = stepped(Parameter(torch.ones(3)), threads=1)  # has a context, which could be shared
 
     def child():
         param = Parameter(torch.ones(3))
@@ -609,7 +608,7 @@ def test_a_forked_child_can_make_its_own():
 
 class Samples(torch.utils.data.Dataset):
     def __init__(self, optimizer):
-        self.optimizer = optimizer  # as a careless training script might have it
+        self.optimizer = optimizer  # as in a careless training script
 
     def __len__(self):
         return 8
@@ -798,7 +797,7 @@ def test_options_that_cannot_be_meant_are_refused_at_once(options, text):
         hybridopt.AdamW([Parameter(torch.ones(2))], **options)
 
 
-# For each option the values of VALUES that it takes, and the options that it needs beside it.
+# For each option: the entries of VALUES that it accepts, and the other options that it needs.
 OPTIONS = {
     "offload_fraction": ({"0", "1"}, {}),
     "device_budget_bytes": ({"0", "1", "None"}, {"offload_fraction": "auto"}),
@@ -947,7 +946,7 @@ def test_hooks_are_refused_where_a_wrapper_or_a_graph_holds_accumulators(one_ran
     hooks.remove()
 
     kept = [param.expand_as(param).grad_fn.next_functions[0][0] for param in model.parameters()]
-    kept[0].register_hook(lambda *_: None)  # as the wrappers of Megatron-LM, apex and DeepSpeed
+    kept[0].register_hook(lambda *_: None)  # as the wrappers of Megatron-LM, apex and DeepSpeed do
     with pytest.raises(abi.InvalidStateError, match=HELD.format("weight")):
         optimizer.hook_gradients()
 
@@ -966,7 +965,7 @@ def test_hooks_under_distributed_data_parallel_are_refused(one_rank, frozen, arg
         with pytest.raises(abi.InvalidStateError, match=HELD.format(f"param_groups.0.{int(frozen)}")):
             optimizer.hook_gradients()
         model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()  # goes on without them
+        optimizer.step()  # continues without hooks
     assert optimizer.stats().steps_applied == 2
     other.hook_gradients()
 

@@ -1,4 +1,5 @@
-"""The programs of bench/ run to their end with a tiny model on the CPU, and leave nobody out without a word."""
+"""The programs of bench/ run to their end with a tiny model on the CPU, and name every contender that they leave
+out."""
 
 import json
 import pathlib
@@ -110,7 +111,7 @@ def test_trainings_in_few_bytes_run_once_for_a_file(tmp_path):
         (problem, forms[index], seed) for problem, index in batches for seed in (1, 2)
     ]
     assert all(0.1 < row["loss"] < 10 for row in rows)
-    # A call that was cut off: the last line is not whole, and its run alone is trained again.
+    # A call that was interrupted: the last line is incomplete, and only its run is trained again.
     whole = results.read_text()
     results.write_text(whole[:-20])
     few_bytes(*arguments)
@@ -122,7 +123,7 @@ def test_trainings_in_few_bytes_run_once_for_a_file(tmp_path):
 
 def test_the_gate_of_few_bytes_is_the_one_in_its_head(tmp_path):
     results, forms = tmp_path / "few_bytes.jsonl", ("bf16", "bf16, 24", "softsign, root of 32")
-    # Among fp32 and nudged runs of a seed the variance is 0.5 %^2, so that two standard errors of two seeds are 1.414 %.
+    # The variance among the fp32 and nudged runs of a seed is 0.5 %^2, so two standard errors of two seeds are 1.414 %.
     text = {"fp32": (2, 4), "fp32, nudged": (2.02, 3.96), forms[0]: (2.026, 4.06), forms[1]: (2.028, 4.062)}
     text[forms[2]] = (2, 4)
     outliers = {"fp32": (1, 1), forms[0]: (1.009, 0.991), forms[1]: (1, 1), forms[2]: (1, 0.989)}

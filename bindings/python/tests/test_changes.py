@@ -1,5 +1,5 @@
-"""What changes between two steps is noticed, however much stays as it was. An optimizer that looks at
-what has changed goes through a random training beside one that looks at everything: same bits."""
+"""Every change between two steps is noticed, even if most things stay as they were. An optimizer that looks only at
+what has changed makes the same random training as one that looks at everything, and ends with the same bits."""
 
 import copy
 import gc
@@ -22,14 +22,14 @@ SHAPES = [(4, 3), (5,), (), (2, 8), (16, 2), (40,)]
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Several batches and parts of few params."""
+    """Makes batches and parts so small that few params fill several of them."""
     monkeypatch.setattr(slot_batch, "BATCH_SLOTS", 7)
     monkeypatch.setattr(hybridopt.params.bound, "BATCH_SLOTS", 7)
     monkeypatch.setattr(states, "PART_ENTRIES", 5)
 
 
 class LookingAtAll:
-    """While it lasts nothing counts as being as it was before."""
+    """Inside of its `with`, the optimizer treats everything as changed."""
 
     def __enter__(self):
         self.patch = pytest.MonkeyPatch()
@@ -55,7 +55,7 @@ def make(dtype, options):
     return params, hybridopt.AdamW(groups, lr=1e-2, threads=1, **options)
 
 
-# Each takes an optimizer, its params, one of these, and random numbers.
+# Each function takes an optimizer, its params, one of these params, and a random generator.
 
 
 def new_gradient(_, params, param, draw):
@@ -167,7 +167,7 @@ def entry_assigned(optimizer, params, param, draw):
 
 
 def entry_filled(optimizer, params, param, draw):
-    """First an empty entry, as code makes it that asks for one which is not there."""
+    """Creates an empty entry first, as code does that asks for an entry which does not exist."""
     if param.requires_grad and not entry_of(optimizer, param):
         optimizer.state[param].update(
             step=torch.tensor(3.0),
@@ -194,7 +194,7 @@ CHANGES = [
 
 
 def gradients(params, draw, keep):
-    """Other numbers, in the tensors that there are or in new ones."""
+    """Sets other gradients, in the existing tensors or in new ones."""
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     for param in params:
         numbers = torch.randn(param.shape, generator=generator).to(param.dtype)
@@ -214,7 +214,7 @@ def state_of(optimizer, params):
 
 
 def train(dtype, options, seed, changes, steps):
-    """What params and state are after each step."""
+    """The params and the state after each step."""
     draw = random.Random(seed)
     params, optimizer = make(dtype, options)
     trail = []
@@ -234,9 +234,8 @@ def train(dtype, options, seed, changes, steps):
 
 
 def check(dtype, options, seed, changes=CHANGES, steps=40, watched=False):
-    """Params that are watched must come to what comparing them all does. Only masters that are written
-    are another thing: a param that is not its master, rounded, is taken for written where all are
-    compared."""
+    """Watched params must have the same result as comparing all params. Only written masters are an exception: if
+    all params are compared, a param that differs from its rounded master counts as written."""
     if watched:
         changes = [change for change in changes if change is not master_written]
     with LookingAtAll():
@@ -272,8 +271,8 @@ def test_each_change_of_params_that_are_watched(change, small_parts):
 
 
 def calls_of_first_step(count, monkeypatch):
-    """Calls of Python's functions, and of the library's, while an optimizer of `count` params is made and
-    steps for the first time."""
+    """The number of calls of Python functions and of library functions while an optimizer of `count` params is made
+    and steps for the first time."""
     params = [Parameter(torch.zeros(4, dtype=torch.bfloat16)) for _ in range(count)]
     for param in params:
         param.grad = torch.ones_like(param)
@@ -305,11 +304,12 @@ def test_the_first_step_does_little_for_each_param(monkeypatch):
     few, library_few = calls_of_first_step(256, monkeypatch)
     many, library_many = calls_of_first_step(1280, monkeypatch)
     assert library_many == library_few
-    assert (many - few) / 1024 < 100, (many, few)  # there were 150 once, on torch 2.13
+    assert (many - few) / 1024 < 100, (many, few)  # an earlier version made 150, on torch 2.13
 
 
 def test_python_collects_no_garbage_while_state_is_adopted(monkeypatch):
-    """It would go through the objects of all params again and again: that took two fifths of the time for 10,000."""
+    """A collection would go through the objects of all params again and again. With 10,000 params it took two fifths
+    of the time."""
     params = [Parameter(torch.zeros(4)) for _ in range(20)]
     optimizer = hybridopt.AdamW(params[:10], threads=1)
     run(optimizer, params, range(2))
@@ -340,7 +340,7 @@ MOST_MODULES = 12
 
 
 def modules_of(function):
-    """The modules of the package whose functions run meanwhile."""
+    """The modules of the package that have functions which `function` runs."""
     modules = set()
 
     def note(frame, event, _):
@@ -400,7 +400,7 @@ def flag(group):
 
 
 def put_elsewhere(group):
-    """The same values by other objects, under the same keys in another order."""
+    """The same values in other objects, under the same keys in another order."""
     for key in list(group):
         if key != "params":
             group[key] = group.pop(key)
@@ -423,7 +423,7 @@ CHANGES_OF_A_GROUP = [
 @pytest.mark.parametrize("change", CHANGES_OF_A_GROUP)
 @pytest.mark.parametrize("name", WITH_TORCH)
 def test_what_changes_in_a_group_has_its_effect(name, change, kinds):
-    """A new optimizer that begins with the changed group is the reference, since it checks everything."""
+    """The reference is a new optimizer that begins with the changed group, since it checks everything."""
     ours, _, arguments = PAIRS[name]
     if kinds != "numbers":
         arguments = {**arguments, "lr": torch.tensor(float(arguments["lr"]))}
@@ -465,7 +465,7 @@ def test_what_is_put_into_a_group_later_is_refused(change, text):
     run(optimizer, params, range(3))
     before = bits(params)
     change(optimizer.param_groups[0])
-    for _ in range(2):  # a group that has been refused is not taken for checked
+    for _ in range(2):  # a refused group is checked again the second time
         with pytest.raises((ValueError, RuntimeError), match=text):
             optimizer.step()
     assert bits(params) == before

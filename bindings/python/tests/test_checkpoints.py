@@ -1,4 +1,4 @@
-"""save_checkpoint and load_checkpoint, and what hybridopt.abi says of a checkpoint's directory."""
+"""save_checkpoint, load_checkpoint, and the functions of hybridopt.abi about a checkpoint's directory."""
 
 import copy
 import os
@@ -42,7 +42,7 @@ def test_resuming_changes_no_bit(name, tmp_path):
     other = ours(other_params, **arguments)
     other.load_checkpoint(tmp_path / "saved")
     assert bits(other_params) == bits(params)
-    if name != "SGD plain":  # its masters are all the state there is
+    if name != "SGD plain":  # plain SGD has no state but its masters
         assert state_bits(other) == state_bits(optimizer)
     run(optimizer, params, [4, 5])
     run(other, other_params, [4, 5])
@@ -53,7 +53,7 @@ def test_resuming_changes_no_bit(name, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_params_without_elements_keep_their_state(name, dtype, tmp_path):
     ours, _, arguments = PAIRS[name]
-    if name == "SGD plain":  # which has none to keep
+    if name == "SGD plain":  # plain SGD has no state to keep
         arguments = {**arguments, "momentum": 0.5}
     params = [Parameter(torch.zeros(size, dtype=dtype)) for size in ((3,), (0, 2))]
     optimizer = ours(params, **arguments)
@@ -138,7 +138,7 @@ def test_params_in_another_order_of_dimensions_are_refused(tmp_path):
 
 
 def as_loaded(path, params):
-    """Params and state as a new optimizer finds them in a checkpoint."""
+    """The params and the state that a new optimizer loads from a checkpoint."""
     others = clone(params)
     other = hybridopt.AdamW(others)
     other.load_checkpoint(path)
@@ -247,7 +247,7 @@ def test_masters_loaded_with_fresh_moments_keep_their_low_bits(tmp_path):
     others = [Parameter(torch.zeros_like(param)) for param in params]
     other = hybridopt.AdamW(others, lr=0.0, weight_decay=0.0)
     other.load_checkpoint(tmp_path / "saved", fresh_moments=True)
-    other.add_param_group({"params": [Parameter(torch.ones(2))]})  # another engine takes over
+    other.add_param_group({"params": [Parameter(torch.ones(2))]})  # this makes another engine
     run(other, others, [1])
     assert bits(other.state[param]["master_param"] for param in others[1:]) == masters
     assert all(other.state[param]["step"] == 1 for param in others)
@@ -316,7 +316,7 @@ def test_state_that_is_edited_during_a_save_is_taken_behind_it(edit, tmp_path):
 
 
 def test_steps_do_not_wait_for_the_end_of_a_save(tmp_path):
-    """Its progress function, which says at the end that all is written, holds this one up."""
+    """The progress function delays the save at its end."""
     params = three_params()
     optimizer = hybridopt.AdamW(params)
     run(optimizer, params, [1])
@@ -341,7 +341,7 @@ def test_steps_do_not_wait_for_the_end_of_a_save(tmp_path):
 
 
 def test_params_added_during_a_save_wait_for_its_end(tmp_path):
-    """State moves to new memory, but params are where they were: the save reads them."""
+    """State moves to new memory, but params stay where they were, and the save reads them."""
     params = [Parameter(torch.zeros(1 << 22)), Parameter(torch.zeros(3))]
     optimizer = hybridopt.SGD(params[:1], lr=1.0)
     optimizer.plan()
@@ -469,7 +469,7 @@ def test_progress(tmp_path, capfd):
     assert calls and calls[-1][0] == calls[-1][1] > 0
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
     optimizer.load_checkpoint(tmp_path / "saved")
-    assert capfd.readouterr().err == ""  # not on a terminal
+    assert capfd.readouterr().err == ""  # no bar, because this is not a terminal
     optimizer.load_checkpoint(tmp_path / "saved", progress=True)
     error = capfd.readouterr().err
     assert f"load {tmp_path / 'saved'}: 100%" in error

@@ -1,5 +1,5 @@
-"""The bodies of PyTorch's own optimizer tests, over its generators of inputs, errors and schedulers
-(torch.testing._internal.common_optimizers). docs/PYTORCH.md lists which apply."""
+"""The bodies of PyTorch's own optimizer tests, with PyTorch's generators of inputs, errors and schedulers
+(torch.testing._internal.common_optimizers). docs/PYTORCH.md lists the tests that apply."""
 
 import copy
 import io
@@ -26,7 +26,8 @@ from models import bits
 
 
 def registered():
-    """torch's entries with our classes in their place, and one for each that torch has not."""
+    """torch's entries with the package's classes in place of torch's, and an entry for each class that torch does
+    not have."""
     classes = (hybridopt.AdamW, hybridopt.Adam, hybridopt.SGD, hybridopt.Adagrad)
     ours = {cls.__name__: cls for cls in classes}
     infos = []
@@ -60,7 +61,7 @@ def registered():
 
 
 INFOS = registered()
-optim_db.extend(INFOS)  # as any other optimizer is registered
+optim_db.extend(INFOS)  # registers them like any other optimizer
 
 
 def inputs_of(info):
@@ -80,7 +81,7 @@ def kwargs_of(case):
 
 
 def problem(contiguous=True):
-    """weight, bias, and a closure for |weight input + bias|^2."""
+    """Returns a weight, a bias, and a closure for |weight input + bias|^2."""
     if contiguous:
         weight, bias = Parameter(torch.randn(10, 5)), Parameter(torch.randn(10))
     else:
@@ -134,7 +135,7 @@ def test_errors(info):
             params = [Parameter(torch.randn(1))]
         assert error.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR
         if issubclass(error.error_type, Warning):
-            # torch warns of one param twice in a group, and says that it will be an error.
+            # torch warns if a param is twice in a group, and announces that this will become an error.
             twice = pytest.raises(ValueError, match="is twice in param group 0")
             with pytest.warns(error.error_type, match=error.error_regex), twice:
                 info.optim_cls(params, **given.kwargs)
@@ -197,7 +198,7 @@ def test_dtypes_without_a_kernel_are_refused(info, dtype):
 
 
 def train(optimizer, loss, scheduler_constructors):
-    """Twenty steps. Returns the loss before them."""
+    """Makes twenty steps. Returns the loss before them."""
     schedulers = [constructor(optimizer) for constructor in scheduler_constructors]
     closure = closure_of(optimizer, loss)
     initial = closure().item()
@@ -283,7 +284,7 @@ def test_param_groups_weight_decay(info):
 
 
 def schedulers_take(shape):
-    """Whether torch's own optimizer has a scheduler with a learning rate of that shape."""
+    """True if torch's own optimizer has a scheduler that takes a learning rate of that shape."""
     optimizer = torch.optim.SGD([torch.ones(1)], lr=torch.full(shape, 0.1))
     try:
         lr_scheduler.StepLR(optimizer, step_size=1)
@@ -301,7 +302,7 @@ def test_tensor_lr(info, shape):
         kwargs = kwargs_of(case)
         lr = float(kwargs.pop("lr", 0.01))
         if kwargs.get("foreach"):
-            continue  # Adam of torch refuses the pair
+            continue  # torch's Adam refuses this combination
         weight, bias, loss = problem()
         twin_weight, twin_bias = copy.deepcopy((weight, bias))
         optimizer = info.optim_cls([weight, bias], lr=torch.full(shape, lr), **kwargs)
@@ -390,7 +391,7 @@ def test_state_dict_deterministic(info, case):
         optimizer.step()
         fresh.step()
         assert bits(params) == bits(copied_params)
-    # Params in another order are another optimizer.
+    # With the params in another order the state_dict differs.
     ours, theirs = optimizer.state_dict(), fresh.state_dict()
     assert ours["param_groups"] == theirs["param_groups"]
     for index, entry in ours["state"].items():
@@ -498,7 +499,7 @@ def test_non_empty_state(info):
     for case in inputs_of(info):
         optimizer, _, _ = trained(info, case, steps=1)
         if info.name == "SGD" and not case.kwargs.get("momentum"):
-            assert len(optimizer.state) == 0  # as torch.optim.SGD
+            assert len(optimizer.state) == 0  # as with torch.optim.SGD
         else:
             assert len(optimizer.state) == 2 and all(optimizer.state.values())
 
@@ -582,7 +583,7 @@ def test_does_not_step_if_found_inf(info):
         before = param.clone()
         optimizer.step()
         assert torch.equal(param, before)
-        # torch's Adagrad has state before its first step.
+        # torch's Adagrad has state already before its first step.
         assert len(optimizer.state) == (info.name == "Adagrad")
         assert all(entry["step"] == 0 for entry in optimizer.state.values())
         optimizer.found_inf = torch.tensor(0.0)
@@ -660,12 +661,12 @@ def test_every_scheduler_is_tried():
     assert known == set(schedulers())
 
 
-# Older ones warn of what SequentialLR does itself.
+# Older versions of torch warn of a call that SequentialLR makes itself.
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", schedulers())
 @pytest.mark.parametrize("optimizer_name", ["AdamW", "SGD"])
 def test_schedulers_reach_the_step(name, optimizer_name):
-    """Beside torch's optimizer: same schedule, same updates. OneCycleLR and CyclicLR change betas or
+    """Compares with torch's optimizer under the same schedule: same updates. OneCycleLR and CyclicLR change betas or
     momentum too."""
     kwargs = {"lr": 1e-2, **({"momentum": 0.8} if optimizer_name == "SGD" else {})}
     weight, bias, loss = problem()

@@ -1,6 +1,6 @@
-"""Optimizers on several ranks: DTensor, FSDP2, replicas, torch's distributed checkpoints. Real
-processes over gloo; sharded results are compared, bit for bit, with an unsharded optimizer that
-gets the same gradients."""
+"""Optimizers on several ranks: DTensor, FSDP2, replicas, torch's distributed checkpoints. The ranks are real
+processes over gloo. Sharded results are compared, bit for bit, with an unsharded optimizer that gets the same
+gradients."""
 
 import copy
 import itertools
@@ -34,7 +34,7 @@ from hybridopt.ranks.process_group import ProcessGroupComm
 
 
 def model(seed=0):
-    """Dimensions that 2 and 4 do not divide: shards are uneven, and some are empty."""
+    """A model with dimensions that 2 and 4 do not divide: some shards are uneven, and some are empty."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 3))
 
@@ -61,7 +61,7 @@ def backward(module, seed):
 
 
 def train(module, optimizer, seeds, follower=None):
-    """Losses of some steps. The follower's model gets the same gradients, unsharded."""
+    """Makes some steps and returns their losses. The follower's model gets the same gradients, unsharded."""
     losses = []
     for seed in seeds:
         losses.append(backward(module, seed))
@@ -110,7 +110,7 @@ def test_fsdp2_steps_as_one_process_would(world, policy):
 
 
 def low_precision_moments(rank, world):
-    """Moments in bf16 are rounded at random by the element's place in the global tensor."""
+    """The random rounding of bf16 moments depends on the element's position in the global tensor."""
     plain = model()
     module = fully_shard(copy.deepcopy(plain))
     optimizer = optimizer_for(module, state_dtype=torch.bfloat16)
@@ -160,7 +160,7 @@ def low_precision_backward(module, seed):
 
 
 def state_bits(module, optimizer):
-    """Every bit of params, masters and moments, by names."""
+    """All bits of params, masters and moments, by name."""
     return {
         (name, key): models.bits([full(tensor)])
         for name, param in module.named_parameters()
@@ -180,7 +180,7 @@ def go_on(module, optimizer, seeds):
 
 
 def split_masters_through_torchs_state_dicts(rank, world, whole, from_rank_0):
-    """Exported by torch.distributed.checkpoint's functions and imported again, whole or by shards."""
+    """State is exported by torch.distributed.checkpoint's functions and imported again, whole or in shards."""
     options = StateDictOptions(full_state_dict=whole, cpu_offload=whole and not from_rank_0)
     moments = torch.bfloat16
     sharded = fully_shard(model().bfloat16())
@@ -188,7 +188,7 @@ def split_masters_through_torchs_state_dicts(rank, world, whole, from_rank_0):
     go_on(sharded, optimizer, range(3))
     weights = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
     exported = copy.deepcopy(get_optimizer_state_dict(sharded, optimizer, options=options))
-    if exported:  # where they were brought to the CPU, torch gives them to rank 0 alone
+    if exported:  # torch gives state dicts that it has brought to the CPU to rank 0 only
         lows = {name: entry["master_low"] for name, entry in exported["state"].items()}
         assert {low.dtype for low in lows.values()} == {torch.uint8}
         assert any(isinstance(low, DTensor) for low in lows.values()) != whole
@@ -217,7 +217,7 @@ def split_masters_through_torchs_state_dicts(rank, world, whole, from_rank_0):
             set_optimizer_state_dict(module, again, copy.deepcopy(exported), options=reading)
             assert state_bits(module, again) == before, (layout, shards)
             go_on(module, again, range(3, 5))
-            if shards:  # an unsharded backward pass adds up in another order
+            if shards:  # without shards the backward pass adds in another order
                 assert state_bits(module, again) == expected, layout
             if layout == "split":
                 continue
@@ -324,7 +324,7 @@ def load_on(rank, world, folder):
 
 
 def continued(module, optimizer):
-    """Three more steps with the gradients of four ranks: those of the whole batch are the same."""
+    """Makes three more steps with the gradients of four ranks; those of the whole batch are the same."""
     train(module, optimizer, range(3, 6))
     unsharded = {
         (index, key): models.bits([full(value).reshape(-1)])
@@ -372,7 +372,7 @@ def test_the_librarys_checkpoint_goes_from_four_ranks_to_two(tmp_path):
 
 
 def placed_params(rank, world):
-    """Shards of params against what torch gives this rank of a tensor of indices."""
+    """Compares the shards of params with the part that torch gives this rank of a tensor of indices."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     choices = [Replicate(), Shard(0), Shard(1)]
     for shape in [(7, 3), (5, 9), (1, 2)]:
@@ -403,11 +403,11 @@ def assert_elements(param, whole):
     assert listed == param._local_tensor.flatten().tolist(), param.placements
     counted = torch.tensor(0 if shard.replica else len(listed))
     dist.all_reduce(counted)
-    assert int(counted) == whole.numel()  # every element by one rank
+    assert int(counted) == whole.numel()  # each element is counted by exactly one rank
 
 
 def train_two_dimensions(module, mesh):
-    """The norm counts each element once, whatever mesh dimensions a param is replicated over."""
+    """The norm counts each element once, for any mesh dimensions over which a param is replicated."""
     optimizer = optimizer_for(module, max_grad_norm=1.0)
     for param in module.parameters():
         noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel()))
@@ -422,7 +422,7 @@ def test_shards_are_what_torch_gives_each_rank():
 
 
 def columns_of_a_tensor(rank, world):
-    """What older versions of torch give a rank may be a view with gaps."""
+    """The part that older versions of torch give a rank may be a view with gaps."""
     mesh = init_device_mesh("cpu", (2,))
     whole, grad = torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4).cos()
     columns = slice(2 * rank, 2 * rank + 2)
@@ -450,8 +450,8 @@ def test_local_tensors_may_have_gaps():
 
 
 class Block(nn.Module):
-    """`up` and `down` are cut by tensor parallelism; what is outside of its plan has dimensions that 2
-    does not divide."""
+    """`up` and `down` are sharded by tensor parallelism. The params outside of its plan have dimensions that 2 does
+    not divide."""
 
     def __init__(self):
         super().__init__()
@@ -476,13 +476,13 @@ def in_two_dimensions(module, mesh, fsdp=True):
 
 
 def norm_of(params):
-    """In float64, of the gradients of all params, which are whole here."""
+    """The norm of the gradients of all params in float64; the params are whole here."""
     return float(torch.cat([full(param.grad).double().flatten() for param in params]).norm())
 
 
 def tensor_parallel_training(rank, world, fsdp, folder):
-    """Params outside of the plan lie on parts of the mesh, or on none, and every rank of the tensor
-    dimension holds them."""
+    """Params outside of the plan are on parts of the mesh or on no mesh, and every rank of the tensor dimension
+    holds them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain = block()
     module = in_two_dimensions(copy.deepcopy(plain), mesh, fsdp)
@@ -524,7 +524,7 @@ def test_tensor_parallel_params_and_those_outside_of_the_plan_are_counted_once(f
 
 
 def different_tensors_of_one_name(rank, world):
-    """An expert of each rank of the tensor dimension, sharded along the other one."""
+    """Each rank of the tensor dimension has an expert of its own, sharded along the other dimension."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     module = in_two_dimensions(block(), mesh)
     expert = nn.Parameter(
@@ -550,7 +550,7 @@ def test_experts_are_no_replicas():
 
 
 def pipeline_stages(rank, world, sharded, folder):
-    """Two stages of the same shape, made from the same seed: neither names nor bits tell them apart."""
+    """Two stages of the same shape, made from the same seed: neither their names nor their bits differ."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage, group = rank // 2, mesh["dp"].get_group()
     module = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 5))
@@ -602,7 +602,7 @@ def test_pipeline_stages_are_no_replicas(sharded, tmp_path):
 
 
 def three_dimensions(rank, world):
-    """Two stages of a pipeline, each in uneven shards along two dimensions."""
+    """Two stages of a pipeline, each sharded unevenly along two dimensions."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     stage = mesh.get_local_rank("pp")
     module = in_two_dimensions(block(seed=stage), mesh)
@@ -632,7 +632,7 @@ def test_stages_in_uneven_shards_clip_by_the_norm_of_all():
 
 
 def a_part_of_the_mesh(rank, world):
-    """A pipeline stage knows no norm but its own; a replica needs no other."""
+    """A pipeline stage knows only its own norm; a replica needs no other one."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     module = fully_shard(model(), mesh=mesh["dp"])
     backward(module, 0)
@@ -658,7 +658,7 @@ def test_clipping_a_part_of_a_mesh_asks_for_the_ranks():
 
 
 def fsdp1(rank, world, originals):
-    """It tells nobody which parts of params a rank has: what would need them is refused."""
+    """FSDP1 does not say which parts of params a rank has, so calls that need to know them are refused."""
     torch.manual_seed(0)
     wrapped = FullyShardedDataParallel(
         model(), use_orig_params=originals, device_id=torch.device("cpu")
@@ -745,8 +745,8 @@ def test_a_rank_without_gradients_steps_with_the_others():
 
 
 def a_wider_gradient_on_one_rank(rank, world):
-    """Each rank has a tensor of its own in bf16; gradients of one of them become fp32 one step
-    later than those of the other."""
+    """Each rank has a tensor of its own in bf16. The gradients of one tensor become fp32 one step later than those
+    of the other."""
     weight = nn.Parameter(torch.ones(50).bfloat16())
     weight.offload_shard = sharding.TensorShard((100,), (((50 * rank,), (50,)),))
     optimizer = hybridopt.AdamW([("weight", weight)], lr=0.1, process_group=dist.group.WORLD, threads=1)
@@ -793,7 +793,7 @@ def test_ranks_that_train_different_params_hear_of_it():
 
 
 def part_of_the_ranks(rank, world):
-    """Ranks 1 and 3 train; the others have nothing to do with it."""
+    """Ranks 1 and 3 train; the other ranks do not take part."""
     few = DeviceMesh("cpu", [1, 3])
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "place"))
     group = dist.new_group([1, 3])
@@ -853,7 +853,7 @@ def wrong_gradients(rank, world):
     optimizer = hybridopt.SGD([("weight", weight)], lr=1.0, threads=1)
     weight.grad = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
     optimizer.step()
-    # Autograd does not know of this gradient, as in frameworks that keep gradients of their own.
+    # Autograd does not know this gradient, as in frameworks that keep their own gradients.
     weight.decoupled_grad = distribute_tensor(torch.ones(5, 2), mesh, [Replicate()])
     with pytest.raises(ValueError, match="gradient of parameter 'weight' has the placements"):
         optimizer.step()
@@ -864,11 +864,11 @@ def test_gradients_of_other_placements_are_refused():
 
 
 def moving(rank, world):
-    """Gradients hooked during backward and a phase between steps, over FSDP2's params."""
+    """Hooks take gradients during the backward pass, and a phase comes between two steps, over FSDP2's params."""
     module, other = fully_shard(model()), fully_shard(model())
     optimizer = optimizer_for(module, movable=("params", "grads", "states"), max_grad_norm=0.3)
     plain = optimizer_for(other, max_grad_norm=0.3)
-    # FSDP2 reduces the gradients of each pass, or only the sum of both.
+    # FSDP2 reduces either the gradients of each pass or only the sum of both passes.
     for synced, options in ((True, {"micro_batches": 2}), (False, {})):
         with optimizer.hook_gradients(**options):
             for step in range(2):

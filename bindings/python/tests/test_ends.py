@@ -1,5 +1,5 @@
-"""What a training leaves behind: nothing, in whatever order its model and its optimizer go, and however it has ended.
-Params, modules, optimizers, the library's objects and threads are looked for one by one."""
+"""A training leaves nothing behind, in whatever order its model and its optimizer are released, and however it has
+ended. The tests look for params, modules, optimizers, the library's objects and threads one by one."""
 
 import contextlib
 import copy
@@ -36,7 +36,7 @@ def model():
     return nn.Sequential(*(models.Block(WIDTH, 16) for _ in range(3)))
 
 
-# Each function trains a model and returns the optimizer, and what else the user may keep. remains.py has more.
+# Each function trains a model and returns the optimizer, and other objects that the user may keep. remains.py has more.
 
 
 def overlapping_from_the_start(module):
@@ -62,7 +62,7 @@ def compiled(module):
 
 
 def scheduled(module):
-    """torch's scheduler makes a circle of references."""
+    """torch's scheduler makes a reference cycle."""
     optimizer, overlap = overlapping(module)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     steps(module, optimizer)
@@ -71,7 +71,7 @@ def scheduled(module):
 
 
 def in_a_circle(module):
-    """Param and module refer to the optimizer, which a step under way must not keep alive."""
+    """The param and the module refer to the optimizer. A step under way must not keep this cycle alive."""
     optimizer, overlap = overlapping(module)
     module.trainer = module[0].up.weight.trainer = optimizer
     return optimizer, overlap
@@ -130,7 +130,7 @@ every_training = pytest.mark.parametrize("training", TRAININGS, ids=lambda each:
 
 
 def trained(training, remains):
-    """The model, and what the training has returned."""
+    """Trains, and returns the model and what the training has returned."""
     module = model()
     found = training(module)
     found = found if isinstance(found, tuple) else (found,)
@@ -140,17 +140,17 @@ def trained(training, remains):
 
 @pytest.fixture(scope="module", autouse=True)
 def first_training():
-    """The first one imports modules, whose frames need the collection of garbage."""
+    """The first training imports modules, whose frames only a garbage collection frees."""
     plain(model())
 
 
-# A circle of references needs the collection of garbage: torch's scheduler makes one, and so does dynamo.
+# Only a garbage collection frees a reference cycle: torch's scheduler makes one, and so does dynamo.
 CIRCLES = (compiled, scheduled, in_a_circle, copied)
 
 
 @every_training
 def test_nothing_is_left_of_a_training(training):
-    """Memory returns with the last reference already, unless there is a circle."""
+    """Memory is freed with the last reference, unless there is a cycle."""
     remains = Remains()
     gc.disable()
     try:
@@ -202,7 +202,7 @@ def test_what_hook_gradients_and_overlap_return_keeps_nothing_alive(training):
 
 
 def hooks_of(module):
-    """The number of hooks on a model and its params."""
+    """Counts the hooks on a model and its params."""
     count = 0
     for each in module.modules():
         names = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
@@ -225,7 +225,7 @@ def test_hooks_do_not_pile_up_on_a_model_that_is_trained_again(training):
 
 @contextlib.contextmanager
 def waiting(module, optimizer):
-    """In this context a step is under way, for which something must wait."""
+    """Inside of this context a step is under way for which something must wait."""
     backward(module)
     optimizer.step()
     assert optimizer._engine.under_way
@@ -265,7 +265,7 @@ def test_a_model_waits_for_its_latest_optimizer_whatever_was_before(kind, is_com
     steps(module, optimizer)
     if kind == "removed first":
         overlap.remove()
-    if kind == "removed last":  # the first one goes on
+    if kind == "removed last":  # the first optimizer continues
         other.remove()
         optimizer = first
         steps(module, first, 1)
@@ -290,7 +290,7 @@ def saved(module):
 
 
 def test_a_wrapping_that_ends_leaves_the_wait_that_came_after_it(monkeypatch):
-    """Both replace the call of a compiled module."""
+    """Both wrappings replace the call of a compiled module."""
     monkeypatch.setenv("HYBRIDOPT_CHECK_OVERLAP", "1")
     module = model()
     for block in module:
@@ -332,7 +332,7 @@ def test_an_error_of_a_step_lets_the_training_go_with_it():
 
 @pytest.mark.parametrize("training", [hooked, overlapping, everything], ids=lambda f: f.__name__)
 def test_trainings_in_one_process_take_the_memory_of_one(training):
-    """A leak of one training's params and state would show as at least 32 MiB in each repetition."""
+    """If one training leaked its params and state, each repetition would add at least 32 MiB."""
 
     def run():
         torch.manual_seed(0)
@@ -356,7 +356,7 @@ def test_trainings_in_one_process_take_the_memory_of_one(training):
         gc.collect()
         return resident_bytes()
 
-    taken()  # threads, pools and modules of the first one
+    taken()  # the first training adds threads, pools and modules
     before, *after = (taken() for _ in range(5))
     assert max(after) - before < 32 << 20
 

@@ -1,7 +1,7 @@
-"""Which engine an optimizer has, and how it gets one: the table at the top of engine/engines.py, row by row; random
-walks through it, compared in bits with an optimizer that has one engine from the beginning to the end; and params that
-are stepped part by part, each part alone in param_groups, as DeepSpeed's stage 3 does it. Every bit is compared with an
-optimizer that makes its state anew for each part, or that steps all params at once."""
+"""Which engine an optimizer has, and how it gets one. The first tests go through the table at the top of
+engine/engines.py, row by row. Random walks through the table are compared in bits with an optimizer that keeps one
+engine. The last tests step params part by part, each part alone in param_groups, as DeepSpeed's stage 3 does. They
+compare every bit with an optimizer that makes its state anew for each part, or that steps all params at once."""
 
 import copy
 import gc
@@ -39,7 +39,8 @@ ENDED, TAKEN_BACK, ENDED_ASIDE = ("PRESENT", "ENDED"), ("ASIDE", "PRESENT"), ("A
 
 
 class Walk:
-    """An optimizer whose param groups have a part of the params at a time, and the transitions of its engines."""
+    """An optimizer whose param groups hold one part of the params at a time, and a record of the transitions of its
+    engines."""
 
     def __init__(self, dtype=torch.float32, **options):
         self.params = new_params(dtype)
@@ -47,7 +48,7 @@ class Walk:
         self.model.weights = torch.nn.ParameterList(self.params)
         options = {"lr": 1e-2, "threads": 1, "max_grad_norm": None, "movable": ("states",), **options}
         self.optimizer = hybridopt.AdamW(self.params, **options)
-        self.seen = []  # engines, whose references keep none of them present
+        self.seen = []  # all engines so far; a reference here does not keep an engine in use
         self.transitions = set()
 
     def places(self):
@@ -61,7 +62,7 @@ class Walk:
         return places
 
     def note(self, act):
-        """The transitions of act()."""
+        """Calls act() and returns the transitions."""
         before = self.places()
         act()
         after = self.places()
@@ -74,7 +75,7 @@ class Walk:
         self.optimizer.param_groups[0]["params"] = [self.params[number] for number in numbers]
 
     def step(self, *numbers, seed=0):
-        """Steps some params, alone in param_groups."""
+        """Steps the params of these numbers, which are then the only ones in param_groups."""
         self.put(*numbers)
         set_gradients(self.params, seed)
         return self.note(self.optimizer.step)
@@ -93,7 +94,7 @@ def test_all_transitions_are_those_of_the_table():
 
 
 def other_momentum(walk):
-    """A param group gets hyperparameters for which the library has no room."""
+    """Gives a param group hyperparameters for which the library has no room."""
     for group in walk.optimizer.param_groups:
         group["params"] = walk.params[:2]
     walk.optimizer.add_param_group({"params": [walk.params[4]]})
@@ -250,7 +251,7 @@ BETWEEN = {"hooks": hooked, "offload": state_offloaded, "looked at": looked, "lo
 
 
 def drawn_walk(seed, dtype, options):
-    """Steps of drawn parts, with other acts in between. The optimizer with all params makes the same steps."""
+    """Steps drawn parts, with other actions in between. The optimizer with all params makes the same steps."""
     draw = random.Random(seed)
     walk = Walk(dtype, **options)
     others = clone(walk.params)
@@ -307,7 +308,7 @@ def parts_of(params, count=3):
 
 
 def step_parts(optimizer, parts):
-    """Each alone in the first group; in the end all are there."""
+    """Steps each part alone in the first group; at the end the group has all params again."""
     group = optimizer.param_groups[0]
     for part in parts:
         group["params"] = list(part)
@@ -321,7 +322,7 @@ def put_back(optimizer, params):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The param counts of the engines that have been made."""
+    """Collects the param counts of the engines that are made."""
     counts = []
     make = making.make_engine
 
@@ -340,7 +341,7 @@ def test_parts_come_to_the_bits_of_all_at_once(name, layout, made):
     dtype, options = LAYOUTS[layout]
     params = new_params(dtype)
     others = clone(params)
-    # Random bits of moments depend on the place among the params of a step: one part that has all.
+    # The random bits of moments depend on the position among the params of a step, so here one part has all params.
     parts = parts_of(params, 1 if layout == "bf16 moments" else 3)
     optimizer = ours(params, threads=1, **arguments, **options)
     other = ours(others, threads=1, **arguments, **options)
@@ -352,7 +353,7 @@ def test_parts_come_to_the_bits_of_all_at_once(name, layout, made):
     put_back(optimizer, params)
     assert bits(params) == bits(others)
     assert state_bits(optimizer) == state_bits(other)
-    has_state = len(optimizer.state) > 0  # without any there is nothing to keep
+    has_state = len(optimizer.state) > 0  # without state there is nothing to keep
     assert sum(made) == (2 if has_state else 6) * len(params)
 
 
@@ -383,7 +384,7 @@ def train(seed, dtype, options, changes, may_put_aside):
 
 
 def copied(optimizer, params, param, draw):
-    """State goes through a state_dict into another optimizer, as from a file."""
+    """Copies state through a state_dict into another optimizer, as a resume from a file does."""
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
@@ -402,9 +403,9 @@ def test_whatever_is_changed_in_between(layout, seed, monkeypatch):
     watch_params(monkeypatch, layout == "watched")
     changes = [change for change in CHANGES if change is not taken_out]
     changes += [copied, fraction_set, all_state_gone]
-    if layout == "watched":  # a new engine compares once, watched or not
+    if layout == "watched":  # a new engine compares once, even if it watches
         changes.remove(master_written)
-    if layout != "fp32":  # masters of deleted entries stay as they are, where their engine does
+    if layout != "fp32":  # while their engine exists, the masters of deleted entries keep their values
         changes.remove(entry_deleted)
         changes.remove(all_state_gone)
     assert train(seed, dtype, options, changes, True) == train(seed, dtype, options, changes, False)
@@ -468,7 +469,8 @@ def test_state_that_lies_aside_is_in_what_is_saved(tmp_path):
 
 
 def test_copies_know_the_state_that_lies_aside():
-    """The hidden step counts among it: the random bits that moments are rounded with depend on them."""
+    """The hidden step counts belong to that state, because the random bits with which moments are rounded depend on
+    them."""
     params = new_params(torch.bfloat16)
     optimizer = hybridopt.Lion(params, lr=1e-2, state_dtype="bf16")
     set_gradients(params, 0)
@@ -544,7 +546,7 @@ def test_memory_is_given_back():
 def test_engines_whose_state_nobody_has_any_more_end():
     params = new_params()
     optimizer = hybridopt.AdamW(params)
-    for part in parts_of(params):  # as where each part is another model's, say
+    for part in parts_of(params):  # for example, each part may belong to another model
         set_gradients(part, 0)
         step_parts(optimizer, [part])
         optimizer.state.clear()

@@ -1,5 +1,5 @@
-"""The modules of the package import each other downward only: there is no circle, and the sub-packages have an
-order. Imports for type checkers and those inside of functions count too, for they say who knows whom."""
+"""The modules of the package import each other in one direction: there is no cycle, and the sub-packages have an
+order. Imports for type checkers and imports inside of functions count too, because they are dependencies as well."""
 
 import ast
 import graphlib
@@ -9,8 +9,8 @@ import re
 import pytest
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "src/hybridopt"
-# The sub-packages from the top down: each imports from those below it alone. docs/ARCHITECTURE.md lists them in this
-# order. The modules beside them, __init__ and __main__, are above all.
+# The sub-packages from the top down: each imports only from those below it. docs/ARCHITECTURE.md lists them in this
+# order. The modules beside the sub-packages, __init__ and __main__, are above all of them.
 ORDER = [
     "integrations", "stash", "optimizers", "hiding", "engine", "sync", "state", "steps", "settings", "ranks", "params",
     "traps", "base", "abi",
@@ -18,7 +18,7 @@ ORDER = [
 
 
 def imports_of(root):
-    """The modules of a package, and those of it that each of them imports."""
+    """The modules of a package, and which of these modules each of them imports."""
     files = {}
     for path in root.rglob("*.py"):
         parts = path.relative_to(root.parent).with_suffix("").parts
@@ -35,15 +35,15 @@ def imports_of_file(name, path, modules):
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) + 1 - node.level] if node.level else []
             base = ".".join([*base, *(node.module.split(".") if node.module else [])])
-            for alias in node.names:  # a module of the package, or something that is in one
+            for alias in node.names:  # a module of the package, or a name inside of one
                 whole = f"{base}.{alias.name}"
                 imported.add(whole if whole in modules else base)
     return imported.intersection(modules) - {name}
 
 
 def upward_imports(root, order):
-    """The imports that go up in the order of sub-packages, or from one of them to a module beside them, as
-    "importer imports imported". Raises ValueError if the order does not name just the sub-packages."""
+    """The imports that go up in the order of sub-packages, or from a sub-package to a module beside it, as "importer
+    imports imported". Raises ValueError if the order does not name exactly the existing sub-packages."""
     floors = {f"{root.name}.{name}": -floor for floor, name in enumerate(order)}
     imports = imports_of(root)
     floor_of = {name: floors.get(".".join(name.split(".")[:2]), 1) for name in imports}
@@ -59,7 +59,7 @@ def upward_imports(root, order):
 
 
 def circle_of(root):
-    """A circle of imports, or None."""
+    """A cycle of imports, or None."""
     try:
         graphlib.TopologicalSorter(imports_of(root)).prepare()
     except graphlib.CycleError as error:
@@ -85,8 +85,8 @@ def test_all_modules_are_looked_at():
     assert imports["hybridopt.optimizers.algorithms"] >= {"hybridopt.abi", "hybridopt.optimizers.optimizer"}
     assert "hybridopt.optimizers.algorithms" in imports["hybridopt"]
     assert "hybridopt.abi.generated" in imports["hybridopt.abi.errors"]
-    assert "hybridopt.params.sharding" in imports["hybridopt.params.tensors"]  # inside of functions
-    assert "hybridopt.ranks.process_group" in imports["hybridopt.optimizers.optimizer"]  # for type checkers
+    assert "hybridopt.params.sharding" in imports["hybridopt.params.tensors"]  # an import inside of a function
+    assert "hybridopt.ranks.process_group" in imports["hybridopt.optimizers.optimizer"]  # an import for type checkers
 
 
 @pytest.mark.parametrize(

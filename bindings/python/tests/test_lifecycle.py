@@ -1,5 +1,5 @@
-"""Gradients that leave during backward, and phases that need the device: on the CPU, where memory
-that is given up shows in the storages. Every bit is compared with training that moves nothing."""
+"""Gradients that leave during the backward pass, and phases that need the device's memory. The tests run on the CPU,
+where freed memory shows in the storages. They compare every bit with a training that moves nothing."""
 
 import contextlib
 import copy
@@ -56,7 +56,7 @@ def pair(dtype=torch.float32, **options):
 
 
 def keep_every_second(monkeypatch):
-    """As if the device would read every second gradient, which hooks then leave there."""
+    """Makes the package believe that the device reads every second gradient, which hooks then leave there."""
     monkeypatch.setattr(
         abi.Optimizer, "grads_to_keep", lambda self, count: bytes(id % 2 for id in range(count))
     )
@@ -110,7 +110,7 @@ def test_hooked_gradients_step_to_the_same_bits(accumulate, dtype, max_grad_norm
 
 
 def in_micro_batches(module, optimizer, micro_batches, told, steps=4):
-    """As trained(), and the last one is told."""
+    """Like trained(), but the last micro-batch is announced."""
     results = []
     for step in range(steps):
         for micro_batch in range(micro_batches - 1):
@@ -135,7 +135,7 @@ def test_micro_batches_add_up_in_autograds_own_way(dtype, max_grad_norm, told):
         results = in_micro_batches(module, optimizer, 3, told)
         assert results == in_micro_batches(other, plain, 3, told)
         assert models.bits(module.parameters()) == models.bits(other.parameters())
-    # Without hooks it goes on as ever.
+    # Without hooks the training continues as usual.
     assert trained(module, optimizer, 2) == trained(other, plain, 2)
     assert models.bits(module.parameters()) == models.bits(other.parameters())
     assert models.state_bits(optimizer) == models.state_bits(plain)
@@ -147,7 +147,7 @@ def test_a_step_with_fewer_micro_batches_is_told_its_last():
     for micro_batches, told in ((4, False), (2, True), (4, False), (3, True)):
         results = in_micro_batches(module, optimizer, micro_batches, told, 1)
         assert results == in_micro_batches(other, plain, micro_batches, told, 1)
-    # No hook was called, and the step takes the gradients where they are.
+    # No hook was called, so the step uses the gradients where they are.
     trained(module, optimizer, 2), trained(other, plain, 2)
     assert models.bits(module.parameters()) == models.bits(other.parameters())
 
@@ -193,9 +193,9 @@ def test_gradients_are_handed_over_together(monkeypatch):
         torch.stack([param.sum() for param in module]).sum().backward()
         optimizer.zero_grad()
         moved = [params for name, params in calls if name == "offload_grads" and params > 0]
-        assert moved == [*expected, count]  # the last one drops them
+        assert moved == [*expected, count]  # the last call drops them
         assert [name for name, _ in calls].count("bind") == len(expected)
-        # Looked at, not waited for: one look before each call but the first.
+        # The optimizer polls instead of waiting: once before each call but the first.
         assert [name for name, _ in calls].count("wait") <= 2 * len(expected)
         calls.clear()
     monkeypatch.setattr(hybridopt.hiding.gradient_hooks, "SEND_AT_BYTES", 12 * 200)
@@ -285,7 +285,7 @@ def test_low_precision_micro_batches_add_up_in_fp32():
 
 
 def send_by_hand(optimizer):
-    """What autograd does when a gradient is there."""
+    """Calls the hook as autograd does when a gradient is ready."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             optimizer._hooks._ready(param)
@@ -309,7 +309,7 @@ def test_gradients_are_gone_after_backward_and_dropped_by_zero_grad():
 
 
 def test_gradients_that_stay_go_where_they_are_sent(monkeypatch):
-    """reload() gives back those that stayed and those that left, offload() takes all of them."""
+    """reload() brings back the gradients that stayed and those that left; offload() moves all of them."""
     keep_every_second(monkeypatch)
     module, optimizer, other, plain = pair(movable=ALL)
     optimizer.hook_gradients()
@@ -358,7 +358,7 @@ def test_gradients_that_stay_live_until_the_step_and_are_dropped_by_zero_grad(mo
 
 
 def test_gradients_of_one_storage_stay_or_leave_together(monkeypatch):
-    """As FSDP2 makes them. One that stayed would hold the memory of all."""
+    """FSDP2 makes such gradients. If one stayed, it would keep the memory of all of them."""
     keep_every_second(monkeypatch)
     params = [nn.Parameter(torch.zeros(6)) for _ in range(24)]
     optimizer = hybridopt.SGD(params, lr=1.0, max_grad_norm=None, threads=1)
@@ -389,14 +389,14 @@ def test_a_step_whose_wait_is_interrupted_has_used_up_what_hooks_have_taken(monk
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(abi.Optimizer, "wait", interrupted)
         optimizer.step()
-    assert held() is not None  # the library may read it still
+    assert held() is not None  # the library may still be reading it
     plain.step()
     optimizer._engine.settle()
     gc.collect()
     assert held() is None and optimizer.stats().grads_bytes.device == 0
     assert models.bits(module.parameters()) == models.bits(other.parameters())
     before = models.bits(module.parameters())
-    optimizer.step()  # there is no gradient
+    optimizer.step()  # without a gradient
     assert models.bits(module.parameters()) == before
 
 
@@ -521,7 +521,8 @@ def test_gradients_on_the_host_are_not_lost_with_the_param_groups():
 
 
 def scaled_training(module, optimizer, scaler, steps=6, overflow_at=2):
-    """Two micro-batches a step, one of them with an infinity; bits and scales after each."""
+    """Makes steps of two micro-batches; one micro-batch of one step has an infinity. Returns the bits and the scale
+    after each step."""
     seen = []
     for step in range(steps):
         for micro_batch in range(2):
@@ -642,14 +643,14 @@ def test_params_that_are_unfrozen_in_the_middle_of_a_step_are_refused_until_it_i
     ):
         optimizer.step()
     assert models.bits(module.parameters()) == before
-    module[0].requires_grad_(False)  # the first way out
+    module[0].requires_grad_(False)  # the first solution
     for param in module[0].parameters():
         param.grad = None
     optimizer.step(), plain.step()
     assert models.bits(module.parameters()) == models.bits(other.parameters())
     backward(module, 2)
     module[0].requires_grad_(True)
-    optimizer.zero_grad()  # the second one
+    optimizer.zero_grad()  # the second solution
     backward(module, 3)
     optimizer.step()
     assert len(optimizer.state) == 4
@@ -788,13 +789,13 @@ def test_decoupled_gradients_are_used_and_cleared():
     module, optimizer, other, plain = pair(torch.bfloat16, movable=["grads"])
     for param in module.parameters():
         param.decoupled_grad = None
-    with optimizer.hook_gradients():  # which are about .grad
+    with optimizer.hook_gradients():  # hooks use .grad only
         backward(module, 0)
     for seed in range(3):
         models.set_gradients(other.parameters(), seed)
         for param, its in zip(module.parameters(), other.parameters()):
             param.decoupled_grad = its.grad.clone()
-            param.grad = torch.full_like(param, float("nan"))  # never looked at
+            param.grad = torch.full_like(param, float("nan"))  # never read
         if seed == 1:
             optimizer.offload(grads=True)
             assert all(param.decoupled_grad is None for param in module.parameters())
@@ -810,7 +811,7 @@ def test_decoupled_gradients_are_used_and_cleared():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_resumed_run_does_not_round_decoupled_gradients(tmp_path, dtype):
-    """The state is there before the first gradient tells its dtype."""
+    """The state exists before the first gradient shows the dtype of gradients."""
 
     def train(optimizer, param, seeds):
         for seed in seeds:
@@ -834,7 +835,8 @@ def test_a_resumed_run_does_not_round_decoupled_gradients(tmp_path, dtype):
     states = [each.state[each.param_groups[0]["params"][0]] for each in (optimizer, again)]
     assert models.bits(states[0].values()) == models.bits(states[1].values())
     assert models.bits([param]) == models.bits([resumed])
-    # Once seen, room for them stays, also if they have no gradient when state moves to new memory.
+    # Room for gradients of a dtype stays once they have been seen, even if there are no gradients when state moves to
+    # new memory.
     del resumed.decoupled_grad
     again.add_param_group({"params": [("new", torch.nn.Parameter(torch.ones(3)))]})
     again.offload()
@@ -842,7 +844,7 @@ def test_a_resumed_run_does_not_round_decoupled_gradients(tmp_path, dtype):
 
 
 class Fp32Gradient(torch.autograd.Function):
-    """The sum of a param times what its gradient is to be."""
+    """The sum of a param times the tensor that its gradient shall be."""
 
     @staticmethod
     def forward(context, param, grad):
@@ -958,7 +960,7 @@ def test_what_was_done_is_told_of_whatever_moves_the_state(tmp_path):
     stepped(2)
     frozen.requires_grad_()
     stepped(3)
-    assert optimizer.last_step().step == 3  # also of an engine that has not stepped
+    assert optimizer.last_step().step == 3  # even if the engine has not stepped
     optimizer.hook_gradients()
     assert optimizer.last_step().step == 3 and optimizer.stats().steps_applied == 3
     stepped(4)
@@ -973,7 +975,7 @@ def test_what_was_done_is_told_of_whatever_moves_the_state(tmp_path):
     assert optimizer.last_step().skipped
     last[1].grad = None
     optimizer.add_param_group({"params": [("new", torch.nn.Parameter(torch.ones(2)))]})
-    optimizer.plan(), optimizer.save_checkpoint(tmp_path / "again")  # by a new engine
+    optimizer.plan(), optimizer.save_checkpoint(tmp_path / "again")  # with a new engine
     assert optimizer.last_step().skipped and optimizer.stats().steps_skipped == 1
     optimizer.close()
     assert optimizer.stats().steps_applied == 5 and optimizer.stats().host_bytes == 0
@@ -993,10 +995,10 @@ def test_the_timeline_is_a_picture(tmp_path):
     optimizer.plot_timeline(tmp_path / "timeline.png")
     pixels = matplotlib.image.imread(tmp_path / "timeline.png")
     assert pixels.shape[:2] == (960, 1200)
-    for color in hybridopt.steps.timeline_plot.COLORS:  # each kind of memory is there to be seen
+    for color in hybridopt.steps.timeline_plot.COLORS:  # each kind of memory is visible
         rgb = torch.tensor([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
         near = (torch.from_numpy(pixels[..., :3]) - rgb).abs().amax(-1) < 0.01
-        assert int(near.sum()) > 2000, color  # more than in the legends
+        assert int(near.sum()) > 2000, color  # more pixels than the legends have
 
 
 def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):

@@ -1,4 +1,5 @@
-"""Which CPUs a rank takes: what launchers say of the host, what ranks find out, what callers give."""
+"""Which CPUs a rank takes: from what the launcher says of the host, from what ranks find out, and from what callers
+pass."""
 
 import os
 
@@ -25,8 +26,8 @@ def launched_by(name, rank, world):
 
 
 def part_of_the_host(**options):
-    """What the library says of an optimizer's context after a step. Ranks meet before it, as in a
-    backward pass."""
+    """The library's information on an optimizer's context after a step. Ranks meet before the step, as in a backward
+    pass."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = hybridopt.SGD([weight], lr=1.0, **options)
     weight.grad = torch.ones(3)
@@ -63,7 +64,7 @@ def test_ranks_that_the_launcher_has_bound_apart_share_nothing():
     for part, cpus in ranks.run(bound_to_a_cpu, 2):
         if cpus > 1:
             assert part[:3] == (0, 1, 1)
-        else:  # of this machine: they do share it
+        else:  # the machine has one CPU, so the ranks do share it
             assert part[1] == 2
 
 

@@ -1,4 +1,4 @@
-"""State before the first step: materialize(), and what torch's own helpers do for it."""
+"""State before the first step: materialize(), and torch's own helpers that make state."""
 
 import copy
 
@@ -16,7 +16,7 @@ import hybridopt
 from hybridopt import abi
 from models import PAIRS, bits, clone, perceptron, run, set_gradients, state_bits
 
-# PAIRS, and optimizers whose bits a step count that is wrong by one would change.
+# PAIRS, and optimizers whose bits would change if a step count were wrong by one.
 ALL = {
     **{name: (ours, arguments) for name, (ours, _, arguments) in PAIRS.items()},
     "SGD dampened": (hybridopt.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
@@ -51,7 +51,7 @@ def test_state_is_there_before_the_first_step_and_changes_no_bit(name):
                 assert torch.equal(value, param.float())
             else:
                 assert torch.all(value == (first if key == "sum" else 0.0)), key
-        if param.requires_grad:  # Adagrad has state of frozen ones too, as torch's
+        if param.requires_grad:  # Adagrad has state of frozen params too, as torch's has
             assert bits([optimizer.master_of(param)]) == bits([param.float()])
     optimizer.materialize()
     for seed in (1, 2):
@@ -81,7 +81,7 @@ def test_it_survives_another_engine_and_copies(name):
 @every_optimizer
 @pytest.mark.parametrize("how", ["copy_", "assign", "load_state_dict", "entries"])
 def test_what_is_loaded_into_it_is_stepped(name, how):
-    """As trainers of reinforcement learning do, which find `state` filled and load into it."""
+    """Trainers for reinforcement learning do this: they find `state` filled and load into it."""
     trained, own = made(name)
     run(trained, own, [1, 2, 3])
     saved = copy.deepcopy(trained.state_dict())
@@ -107,7 +107,7 @@ def test_what_is_loaded_into_it_is_stepped(name, how):
     run(optimizer, params, [4])
     run(trained, own, [4])
     is_counted = any("step" in entry for entry in saved["state"].values())
-    # The hidden count of the others decides how bf16 moments are rounded, and whether a step is dampened.
+    # The hidden step count of the other optimizers decides how bf16 moments are rounded and whether a step is dampened.
     if is_counted or "bf16" not in name and "dampened" not in name:
         assert (bits(params), state_bits(optimizer)) == (bits(own), state_bits(trained))
 
@@ -128,7 +128,7 @@ def test_a_momentum_that_is_written_before_the_first_step_counts():
 @pytest.mark.parametrize("materialized", [True, False])
 @every_optimizer
 def test_torchs_own_way_to_fill_state_works(name, materialized):
-    """A step with gradients of zero and a learning rate of 0, unless there is state."""
+    """torch's own way: without state, it makes a step with gradients of zero and a learning rate of 0."""
     model = perceptron(torch.bfloat16)
     ours, arguments = ALL[name]
     with torch.no_grad():
@@ -196,5 +196,5 @@ def test_params_without_elements_and_plain_modules():
     model = nn.Linear(3, 2)
     optimizer = hybridopt.AdamW(model.parameters())
     optimizer.materialize()
-    run(optimizer, clone(model.parameters()), [1])  # gradients of others: nothing to step
+    run(optimizer, clone(model.parameters()), [1])  # gradients of other params: no param is stepped
     assert optimizer.stats().steps_applied == 0

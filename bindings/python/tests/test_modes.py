@@ -1,5 +1,5 @@
-"""Steps, moves and checkpoints come out the same whatever torch's defaults and modes are, and state
-stays live where torch leads its tensors to other memory."""
+"""Steps, moves and checkpoints give the same results under all of torch's defaults and modes, and state stays shared
+with the library where torch moves its tensors to other memory."""
 
 import copy
 import warnings
@@ -25,7 +25,7 @@ def defaults():
 
 
 def trained(name, dtype, between=lambda optimizer: None, **options):
-    """Bits of params and state after some steps, with a change of the engine among them."""
+    """The bits of params and state after some steps, between which the engine is replaced."""
     cls, _, arguments = PAIRS[name]
     model = perceptron(dtype)
     params = list(model.parameters())
@@ -54,13 +54,13 @@ def test_a_default_dtype_of_16_bits_changes_no_bit(name, default, defaults):
     for each, dtype in ((param, torch.float32), (other, default)):
         torch.set_default_dtype(dtype)
         optimizer = cls([each], **arguments, threads=1)
-        for seed in range(300 if name == "AdamW" else 3):  # bf16 would count to 256
+        for seed in range(300 if name == "AdamW" else 3):  # bf16 could count only to 256
             each.grad = torch.full((5,), 0.1 * (seed % 7 - 3), dtype=torch.float32)
             optimizer.step()
         optimizer.add_param_group({"params": [Parameter(torch.ones(2, dtype=torch.float32))]})
         each.grad = torch.ones(5, dtype=torch.float32)
-        optimizer.step()  # bias corrections from the counts that were carried over
-        optimizer.state.clear()  # starts again from the group's numbers
+        optimizer.step()  # the bias corrections use the counts that were carried over
+        optimizer.state.clear()  # state starts afresh
         optimizer.step()
         optimizers.append(optimizer)
     assert bits([param]) == bits([other])
@@ -162,8 +162,8 @@ def test_whatever_is_called_in_inference_mode_training_goes_on(dtype, tmp_path):
             state = optimizer.state_dict()["state"]
         for entry in state.values():
             for value in entry.values():
-                value.add_(0.0)  # may be written
-        backward(model, 1).backward()  # adds to gradients that were away
+                value.add_(0.0)  # can still be written
+        backward(model, 1).backward()  # adds to gradients that had been offloaded
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         with torch.inference_mode(inference):
@@ -215,7 +215,7 @@ def test_a_compiled_training_step_is_that_of_plain_python():
         return loss
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about its profiler and its guards
+        warnings.simplefilter("ignore")  # torch warns about its profiler and its guards
         compiled = torch.compile(train, backend="eager")
         for _ in range(3):
             compiled(model, optimizers[0])
@@ -265,7 +265,7 @@ def test_state_that_torch_moves_stays_that_of_the_steps(name, dtype, move, layou
         run(plain, [other], [seed])
         assert bits([param]) == bits([other])
         assert state_bits(optimizer) == state_bits(plain)
-    for each in (optimizer, plain):  # the views there are now are live both ways
+    for each in (optimizer, plain):  # the views that exist now show writes of either side
         for entry in each.state.values():
             for key, value in entry.items():
                 if key != "step":

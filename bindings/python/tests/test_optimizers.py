@@ -109,7 +109,7 @@ def test_state_is_a_view_of_what_the_step_works_on():
     assert optimizer.state[param]["exp_avg"] is moment
     assert not torch.equal(moment, before)
     assert optimizer.state[param]["step"] == 2
-    moment.zero_()  # written from outside: the next step must start from it
+    moment.zero_()  # written from outside: the next step must use it
     set_gradients([param], 3)
     optimizer.step()
     assert torch.allclose(moment, 0.1 * param.grad)
@@ -152,7 +152,7 @@ def test_params_without_gradients_are_untouched_and_have_no_state():
     params[2].grad = torch.ones(3)
     before = params[1].clone()
     optimizer.step()
-    assert torch.equal(params[1], before)  # a gradient of None does not step the last one again
+    assert torch.equal(params[1], before)  # with a gradient of None the last gradient is not used again
     assert optimizer.state[params[1]]["step"] == 1 and optimizer.state[params[2]]["step"] == 1
 
 
@@ -261,7 +261,7 @@ def test_resuming_through_a_file_changes_no_bit(name, dtype):
     torch.save({"params": [param.data for param in params], "opt": optimizer.state_dict()}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    # Params before the optimizer's state, or after it: the masters keep their low bits.
+    # Params may be loaded before the optimizer's state or after it: the masters keep their low bits.
     for params_first in (True, False):
         resumed_params = [nn.Parameter(torch.zeros_like(param)) for param in params]
         resumed = ours(resumed_params, **arguments)
@@ -314,7 +314,8 @@ def test_state_that_lacks_a_moment_is_refused():
 
 
 def items_one_by_one(optimizer):
-    """As RL trainers bring state to the device for the next step; clones stand for copies there."""
+    """Trainers for reinforcement learning bring state to the device for the next step like this; clones stand for
+    copies to a device here."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             for key, value in optimizer.state[param].items():
@@ -346,7 +347,7 @@ def test_state_that_helpers_bring_to_the_device_stays_in_the_librarys_memory(
     places = {id(t): t.data_ptr() for entry in optimizer.state.values() for t in entry.values()}
     shown = list(moved(optimizer))
     assert {id(ref()): ref().data_ptr() for ref in shown} == places
-    monkeypatch.setattr(adopting, "adopt_entry", None)  # the next step has nothing to take over
+    monkeypatch.setattr(adopting, "adopt_entry", None)  # the next step must have nothing to adopt
     run(optimizer, params, [3])
     run(undisturbed, others, [3])
     assert bits(params) == bits(others) and state_bits(optimizer) == state_bits(undisturbed)
@@ -368,7 +369,7 @@ def test_state_that_is_assigned_is_taken_over_at_once():
     run(optimizer, [param], [2])
     assert optimizer.state[param]["step"] == 8
     master = entry["master_param"].clone()
-    entry["master_param"] = master + 1.0  # which is no longer what the param is rounded from
+    entry["master_param"] = master + 1.0  # the param is no longer this master, rounded
     optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
     before = bits([param])
     run(optimizer, [param], [3])
@@ -421,7 +422,7 @@ def pickle_both(optimizer, params):
     "moved", [replace_state, load_own_state, add_a_group, copy_both, pickle_both]
 )
 def test_state_that_others_have_moved_is_not_rounded_with_the_same_bits_again(name, moved):
-    """The state_dict of SGD, Lion and Signum has no step count, from which the random bits are drawn."""
+    """The state_dict of SGD, Lion and Signum has no step count, but the random bits are drawn from the step count."""
     ours, _, arguments = PAIRS[name]
     params = [Parameter(torch.randn(500)) for _ in range(2)]
     others = clone(params)
@@ -440,7 +441,7 @@ def test_state_without_moments_starts_again_once():
     param = Parameter(torch.ones(3))
     optimizer = hybridopt.SGD([param], lr=0.1, momentum=0.9)
     run(optimizer, [param], [1])
-    optimizer._engine.settle = lambda: None  # on a GPU steps are settled when state is asked for
+    optimizer._engine.settle = lambda: None  # on a GPU, steps are settled when `state` is read
     dict.__setitem__(optimizer._state, param, {"momentum_buffer": None})
     run(optimizer, [param], [1, 1])
     engine = optimizer._engine
@@ -559,7 +560,7 @@ def test_loaded_weights_are_not_reverted(name, dtype, options, watched):
 
 
 def low_precision_pair(**options):
-    """A small and a large param in bf16 whose masters have low bits."""
+    """A small and a large param in bf16; their masters have bits that bf16 does not."""
     params = [nn.Parameter(torch.randn(10).bfloat16()), nn.Parameter(torch.randn(5000).bfloat16())]
     optimizer = hybridopt.AdamW(params, lr=1e-3, threads=1, **options)
     run(optimizer, params, [1, 2])
@@ -570,7 +571,7 @@ def low_precision_pair(**options):
 
 @pytest.mark.parametrize("stepped_last", [[0, 1], [1]])
 def test_a_write_that_a_sample_has_seen_is_looked_for_everywhere(monkeypatch, stepped_last):
-    """A sample of the large param misses one element; the small one is all looked at."""
+    """The sample of the large param misses one element; the small param is compared completely."""
     watch_params(monkeypatch)
     params, optimizer = low_precision_pair()
     set_gradients(params, 3)
@@ -589,7 +590,7 @@ def test_a_write_that_a_sample_has_seen_is_looked_for_everywhere(monkeypatch, st
 
 
 def test_one_element_written_behind_our_back_is_kept(watched):
-    """Where params are watched no sample has this element, but refresh_masters() looks at all."""
+    """For watched params no sample has this element, but refresh_masters() compares all elements."""
     params, optimizer = low_precision_pair()
     masters = [optimizer.state[param]["master_param"].clone() for param in params]
     params[1].data[100] = masters[1][100] = 7.0
@@ -602,7 +603,7 @@ def test_one_element_written_behind_our_back_is_kept(watched):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_element_written_behind_our_back_is_kept_on_the_cpu(dtype):
-    whole = torch.randn(103).to(dtype)  # params at places that words do not begin at, of odd lengths
+    whole = torch.randn(103).to(dtype)  # params of odd lengths that begin at unaligned addresses
     params = [Parameter(whole[:32]), Parameter(whole[33:63]), Parameter(whole[63:])]
     optimizer = hybridopt.AdamW(params, lr=1e-3, weight_decay=0.0, threads=1)
     run(optimizer, params, [1, 2])
@@ -678,12 +679,12 @@ def test_on_the_cpu_a_step_of_all_params_refreshes_no_masters(monkeypatch):
 
 
 def test_other_memory_at_the_same_address_is_noticed(watched):
-    """Its version, address and sampled bytes are those of before."""
+    """The new memory has the version, the address and the sampled bytes of the old one."""
     memory = bytearray(2 * 5000)
     param = Parameter(torch.frombuffer(memory, dtype=torch.bfloat16))
     optimizer = hybridopt.SGD([param], lr=1e-3, threads=1)
     run(optimizer, [param], [1, 2])
-    param.data = torch.empty(0, dtype=torch.bfloat16)  # which frees the storage, but not the memory
+    param.data = torch.empty(0, dtype=torch.bfloat16)  # frees the storage, but not the memory
     torch.frombuffer(memory, dtype=torch.bfloat16)[77] = 3.0
     param.data = torch.frombuffer(memory, dtype=torch.bfloat16)
     param.grad = torch.zeros_like(param)
@@ -758,7 +759,7 @@ def test_a_save_has_weights_that_were_written_and_then_offloaded(watched, tmp_pa
 
 
 def test_a_save_does_not_take_masters_that_could_not_follow(monkeypatch, tmp_path):
-    """State of the device is on the host when the weights are written and offloaded."""
+    """The device's state is on the host when the weights are written and offloaded."""
     watch_params(monkeypatch)
     params, optimizer = low_precision_pair(movable=["params", "states"])
     optimizer.offload(states=True)
@@ -778,7 +779,7 @@ def test_a_save_does_not_take_masters_that_could_not_follow(monkeypatch, tmp_pat
 
 
 def test_weights_at_the_address_of_others_are_not_reverted():
-    """What has been freed may be given out again: two assignments come back to one address."""
+    """Freed memory may be allocated again: two assignments return to one address."""
     memory = bytearray(16)
     param = nn.Parameter(torch.frombuffer(memory, dtype=torch.bfloat16))
     optimizer = hybridopt.SGD([param], lr=0.0)
@@ -887,7 +888,7 @@ def test_moments_in_bf16(name, dtype):
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     run(optimizer, params, [5])
     run(resumed, resumed_params, [5])
-    if name not in ("SGD", "Lion", "Signum"):  # whose state_dict has no step, which random rounding goes by
+    if name not in ("SGD", "Lion", "Signum"):  # their state_dict has no step count, on which random rounding depends
         assert bits(resumed_params) == bits(params)
         assert state_bits(resumed) == state_bits(optimizer)
 
@@ -926,7 +927,7 @@ def split_pair(name, seeds=range(5), in_order=False, **options):
     made = []
     for layout in ("split", "fp32"):
         params = [Parameter(tensor.clone()) for tensor in start]
-        if not in_order:  # and with gaps
+        if not in_order:  # and params with gaps
             params.append(Parameter(torch.ones(9, 2).bfloat16()[:, 0]))
         optimizer = ours(params, master_layout=layout, **arguments, **options)
         run(optimizer, params, seeds)
@@ -954,7 +955,7 @@ def test_split_masters_are_the_fp32_masters(name, moments):
     (split, params), (whole, whole_params) = split_pair(name, state_dtype=moments)
     keys = [set(split.state.get(param, {})) for param in params]
     assert "master_low" in keys[0] and not any("master_param" in each for each in keys[:2])
-    assert "master_param" in keys[2]  # fp16 has none to split
+    assert "master_param" in keys[2]  # in fp16 masters are not split
     for param, own in zip(params, whole_params):
         assert bits([split.master_of(param)]) == bits([whole.master_of(own)])
         assert split.master_of(param).shape == param.shape
@@ -962,7 +963,7 @@ def test_split_masters_are_the_fp32_masters(name, moments):
             if key != "master_param":
                 assert bits([split.state[param][key]]) == bits([value])
     low = split.state[params[0]]["master_low"]
-    assert low.dtype == torch.uint8 and low.shape == (70, 50, 2)  # torch gathers no integers of 16 bits
+    assert low.dtype == torch.uint8 and low.shape == (70, 50, 2)  # torch cannot gather 16-bit integers
     plan, whole_plan = split.plan(), whole.plan()
     count = sum(p.numel() for p in params if p.dtype == torch.bfloat16)
     assert plan.state_bytes.host["master_low"] >= 2 * count
@@ -998,7 +999,7 @@ def through_checkpoint(optimizer, params, layout, params_first, tmp_path):
     [(through_state_dict, True), (through_state_dict, False), (through_checkpoint, True)],
 )
 def test_state_goes_from_either_master_layout_to_either(through, params_first, tmp_path):
-    in_order = through is through_checkpoint  # which wants elements in the order of dimensions
+    in_order = through is through_checkpoint  # a checkpoint needs this order
     for optimizer, params in split_pair("AdamW", range(20), in_order):
         for layout in ("split", "fp32"):
             other, others = through(optimizer, params, layout, params_first, tmp_path)
@@ -1048,7 +1049,7 @@ def test_lower_halves_are_views_that_can_be_written_and_assigned():
     (optimizer, params), _ = split_pair("AdamW")
     low = optimizer.state[params[0]]["master_low"]
     before, pointer = low.clone(), low.data_ptr()
-    optimizer.state[params[0]]["master_low"] = before  # the same bits: nothing happens
+    optimizer.state[params[0]]["master_low"] = before  # the same bits, so nothing changes
     assert optimizer.state[params[0]]["master_low"].data_ptr() == pointer
     low.zero_()
     assert torch.equal(optimizer.master_of(params[0]), params[0].float())
@@ -1058,7 +1059,7 @@ def test_lower_halves_are_views_that_can_be_written_and_assigned():
 
 
 def trained(layout, seeds, in_order):
-    """A model's params and their optimizer, whose masters have that layout, after some steps."""
+    """A model's params and their optimizer, with masters in that layout, after some steps."""
     torch.manual_seed(5)
     start = [torch.randn(70, 50).bfloat16(), torch.randn(3), torch.randn(5).half(), torch.randn(1, 0)]
     if not in_order:
@@ -1080,7 +1081,7 @@ def rounded_to_24_bits(masters):
 )
 @pytest.mark.parametrize(("saved", "loaded"), [("split24", layout) for layout in MASTER_LAYOUTS] + [("fp32", "split24")])
 def test_state_goes_to_and_from_masters_of_24_bits(saved, loaded, through, params_first, tmp_path):
-    in_order = through is through_checkpoint  # which wants elements in the order of dimensions
+    in_order = through is through_checkpoint  # a checkpoint needs this order
     optimizer, params = trained(saved, range(5), in_order)
     other, others = through(optimizer, params, loaded, params_first, tmp_path)
     for param, own in zip(params, others):
@@ -1088,7 +1089,7 @@ def test_state_goes_to_and_from_masters_of_24_bits(saved, loaded, through, param
         if loaded == "split24" and param.dtype == torch.bfloat16:
             expected = rounded_to_24_bits(expected)
         assert bits([other.master_of(own)]) == bits([expected])
-    if saved == loaded:  # as if it had never stopped
+    if saved == loaded:  # as if the training had not been interrupted
         run(other, others, range(5, 8))
         run(optimizer, params, range(5, 8))
         assert bits(others) == bits(params)
@@ -1102,7 +1103,7 @@ def test_masters_of_24_bits_take_a_byte_and_learn():
     masters, exact = optimizer.master_of(params[0]), whole.master_of(whole_params[0])
     assert not (masters.view(torch.int32) & 0xFF).any()
     assert not torch.equal(masters, exact)
-    step = 2.0**-15 * exact.abs()  # of numbers of 24 bits, at most
+    step = 2.0**-15 * exact.abs()  # the largest rounding step of 24-bit masters
     assert ((masters - exact).abs() <= 20 * step + 1e-4).all()
     count = sum(param.numel() for param in params if param.dtype == torch.bfloat16)
     bytes_of = [each.plan().state_bytes.host for each in (optimizer, whole)]
@@ -1111,7 +1112,7 @@ def test_masters_of_24_bits_take_a_byte_and_learn():
 
 
 def test_masters_between_two_numbers_keep_every_bit_in_either_layout():
-    """fp32 masters round them to the even one, split masters away from zero."""
+    """fp32 masters round such values to the even number, split masters round them away from zero."""
     masters = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0x3F80FFFF], dtype=torch.int32)
     masters = masters.view(torch.float32)
     for layout in ("split", "fp32"):
@@ -1138,7 +1139,7 @@ def test_low_halves_of_weights_that_were_written_are_dropped_on_demand():
     with torch.no_grad():
         params[0].fill_(1.0)
     run(optimizer, params, [7])
-    assert (params[0] == 1.0).all() and low.any()  # less than what bf16 rounds off
+    assert (params[0] == 1.0).all() and low.any()  # below the precision of bf16
     assert not torch.equal(optimizer.master_of(params[0]), torch.ones(70, 50))
     optimizer.refresh_masters()
     assert not low.any() and torch.equal(optimizer.master_of(params[0]), torch.ones(70, 50))
@@ -1156,7 +1157,7 @@ def test_the_master_of_a_param_that_is_not_here_is_refused():
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad"])
 def test_eps_may_be_zero(name):
-    """As with torch, but that a param without any gradient yet stays where it is: 0 / 0 there."""
+    """As with torch, except that an element which has had only zero gradients stays unchanged; torch divides 0 by 0."""
     params = [Parameter(torch.randn(50)), Parameter(torch.randn(3))]
     others = clone(params)
     optimizer = getattr(hybridopt, name)(params, lr=1e-2, eps=0.0, weight_decay=0.0)
@@ -1172,7 +1173,7 @@ def test_eps_may_be_zero(name):
 
 
 def sgd_pair(change=lambda group, step: None, steps=6, missing=(), **arguments):
-    """Ours and torch's SGD over the same gradients, with groups changed before steps."""
+    """The package's SGD and torch's SGD with the same gradients; `change` edits their groups before each step."""
     params = [Parameter(torch.randn(50)), Parameter(torch.randn(3))]
     others = clone(params)
     start = clone(params)
@@ -1200,7 +1201,7 @@ def sgd_pair(change=lambda group, step: None, steps=6, missing=(), **arguments):
     ],
 )
 def test_dampening_begins_with_a_params_second_step(arguments):
-    """Also if other params have had steps before."""
+    """This holds even if other params have been stepped before."""
     sgd_pair(missing=(0, 1, 3), **arguments)
 
 
@@ -1210,7 +1211,7 @@ def test_dampening_goes_on_where_momentum_is_resumed_and_begins_where_it_is_new(
     again.load_state_dict(copy.deepcopy(torchs.state_dict()))
     start = clone(params)
     for each, its_params in ((again, params), (torchs, others)):
-        dict.pop(each.state, its_params[1])  # torch makes its buffer anew
+        dict.pop(each.state, its_params[1])  # torch then makes a new buffer
         run(each, its_params, [7, 8])
     for param, other, began in zip(params, others, start):
         assert (param - other).norm() < 1e-5 * (other - began).norm()
@@ -1287,7 +1288,7 @@ def test_a_flag_is_true_or_false(wrong):
 
 
 def adamw_after(seeds, params, **arguments):
-    """Params that AdamW has stepped, and their averages of gradients."""
+    """Params after steps of AdamW, and their exp_avg."""
     params = [Parameter(param.detach().clone()) for param in params]
     optimizer = hybridopt.AdamW(params, lr=1e-2, **arguments)
     run(optimizer, params, seeds)
@@ -1320,7 +1321,7 @@ def test_cautious_weight_decay_is_of_a_group_and_may_change():
     twin = hybridopt.AdamW(twins, lr=1e-2, weight_decay=0.5)
     run(twin, twins, [1])
     with torch.no_grad():
-        twins[1].copy_(params[1])  # the moments are the same
+        twins[1].copy_(params[1])  # the moments are equal
     run(optimizer, params, [2])
     run(twin, twins, [2])
     assert all(map(torch.equal, params, twins))
@@ -1335,7 +1336,7 @@ def test_cautious_weight_decay_is_kept_by_state_dicts_and_given_by_those_of_torc
     assert other.param_groups[0]["cautious_weight_decay"] is True
     assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["cautious_weight_decay"] is True
     theirs = torch.optim.AdamW([Parameter(torch.ones(3))])
-    theirs.load_state_dict(optimizer.state_dict())  # which has one key more than theirs
+    theirs.load_state_dict(optimizer.state_dict())  # it has one key more than torch's
     optimizer.load_state_dict(torch.optim.AdamW([Parameter(torch.ones(3))]).state_dict())
     assert optimizer.param_groups[0]["cautious_weight_decay"] is True, "as the optimizer was made"
 

@@ -1,6 +1,6 @@
-"""Steps that go on beside what follows them: on the CPU, in check mode, where a use of a param that its module has
-not waited for is an error here. Losses and every bit are compared with training whose steps wait. What such uses do
-is in test_traps.py."""
+"""Steps that run while the program continues. On the CPU, in check mode, where it is an error to use a param for
+which its module has not waited. Losses and every bit are compared with a training whose steps wait. test_traps.py
+tests what such uses do without check mode."""
 
 import copy
 import gc
@@ -29,8 +29,8 @@ def check_mode(monkeypatch):
 
 
 class Model(nn.Module):
-    """Blocks, one of them checkpointed, between an embedding and a head that are tied; a module that is
-    used twice; a list of params, and a module that is not called, both used by the module above them."""
+    """Blocks between an embedding and a head that share a weight, one block checkpointed; a module that is used
+    twice; and a list of params and a module that is never called, both used by their parent module."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ def overlapping(module, **options):
 
 
 def train(module, optimizer, steps=4, micro_batches=1, first=0):
-    """Losses of some steps; the learning rate changes, and each third step is skipped."""
+    """Makes some steps and returns the losses. The learning rate changes, and every third step is skipped."""
     losses = []
     for step in range(first, first + steps):
         for micro_batch in range(micro_batches):
@@ -178,7 +178,7 @@ def test_params_with_gaps_and_params_without_gradients(monkeypatch):
     optimizer, plain = overlapping(module), adamw(other)
     assert train(module, optimizer, 5) == train(other, plain, 5)
     assert same(module, optimizer, other, plain)
-    assert optimizer._engine.in_sync.written() == []  # what the library writes is not others'
+    assert optimizer._engine.in_sync.written() == []  # the library's own writes do not count as writes of others
 
 
 def test_each_of_two_optimizers_is_waited_for():
@@ -208,7 +208,7 @@ def test_each_of_two_optimizers_is_waited_for():
 
 
 def pending(optimizer):
-    """The names of params that nobody has waited for."""
+    """The names of params that nothing has waited for."""
     engine = optimizer._engine
     return {slot.name for slot in engine.slots if engine.under_way and engine.under_way.is_pending(slot)}
 
@@ -252,7 +252,7 @@ def test_nothing_is_waited_for_that_is_not_in_the_data():
     module.train()
     optimizer.param_groups[0]["lr"] = 0.01
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
-    with pytest.warns(UserWarning):  # no step() since the scheduler was made
+    with pytest.warns(UserWarning):  # there was no step() since the scheduler was made
         scheduler.step()
     optimizer.stats(), optimizer.plan(), optimizer.memory_timeline(), [*module.named_parameters()]
     assert len(pending(optimizer)) == len(list(module.parameters()))
@@ -280,7 +280,7 @@ def offloaded(module, optimizer, path):
 def group_added(module, optimizer, path):
     module.other = nn.Linear(2, 2)
     optimizer.add_param_group({"params": list(module.other.named_parameters()), "lr": 0.1})
-    optimizer.step()  # of no gradient
+    optimizer.step()  # without a gradient
     optimizer.save_checkpoint(path / "saved")
 
 
@@ -305,7 +305,7 @@ def group_added(module, optimizer, path):
         lambda module, optimizer, path: module.zero_grad(set_to_none=False),
         lambda module, optimizer, path: optimizer.hook_gradients().remove(),
         lambda module, optimizer, path: module.eval()(tokens(0)),
-        lambda module, optimizer, path: optimizer.step(),  # of no gradient
+        lambda module, optimizer, path: optimizer.step(),  # without a gradient
         checkpointed,
         offloaded,
     ],
@@ -421,7 +421,7 @@ def test_params_that_others_write_in_the_forward_pass_are_noticed(watched, monke
     for each in (module, other):
         each.embedding.register_forward_pre_hook(clamp, prepend=True)
     optimizer._overlap.remove()
-    optimizer.overlap(module)  # whose hooks come before those that there are
+    optimizer.overlap(module)  # overlap() puts its hooks before existing ones
     assert train(module, optimizer, 5) == train(other, plain, 5)
     assert same(*both)
 
@@ -517,7 +517,7 @@ def test_remove_and_close_end_it():
 def test_the_end_of_the_optimizer_waits_for_its_step(monkeypatch):
     module, optimizer, other, plain = pair()
     train(module, optimizer, 2)
-    state = optimizer.state_dict()  # its views hold on to the library's optimizer
+    state = optimizer.state_dict()  # its views keep the library's optimizer alive
     train(module, optimizer, 1, first=2)
     train(module, optimizer, 1, first=3)
     handle, drained = optimizer._engine.handle, []
@@ -599,7 +599,7 @@ def test_an_exception_in_the_backward_pass_leaves_nothing_half_done():
 
 
 def silent_rank(rank, world):
-    """Rank 1 does not take the second step."""
+    """Rank 1 does not make the second step."""
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     options = {"process_group": dist.group.WORLD, "replica_group": dist.group.WORLD}
     nn.init.ones_(module[0].weight), nn.init.ones_(module[1].weight)
@@ -618,8 +618,8 @@ def silent_rank(rank, world):
     with pytest.raises(abi.CommFailedError, match="rank 0 of 2"):
         module(torch.ones(1, 3))
     assert not under_way(optimizer)
-    assert len(optimizer.step_results()) == 1  # of what has happened
-    module(torch.ones(1, 3)).sum().backward()  # params are as they were
+    assert len(optimizer.step_results()) == 1  # only the first step has a result
+    module(torch.ones(1, 3)).sum().backward()  # params are unchanged
     assert before == [param.data_ptr() for param in module.parameters()]
     with pytest.raises(abi.PoisonedError, match="earlier queued work failed"):
         optimizer.step()
@@ -631,7 +631,7 @@ def test_a_failed_step_is_told_to_the_next_who_waits():
 
 
 def sharded(rank, world, prefetch):
-    """FSDP2, beside FSDP2 whose steps wait: losses and bits."""
+    """Compares losses and bits with those of FSDP2 whose steps wait."""
     torch.manual_seed(0)
     seen = []
     whole = nn.Sequential(nn.Linear(5, 5), *(models.Block(5, 8) for _ in range(3)), nn.Linear(5, 3))

@@ -1,5 +1,5 @@
-"""The package as people meet it: names, version, what needs torch, the README's lines, and the `hybridopt` command as
-Python runs it; tests/tools has what that does."""
+"""The package as users see it: its names, its version, what works without torch, the lines in the README, and the
+`hybridopt` command as Python runs it. tests/tools tests what the command does."""
 
 import inspect
 import os
@@ -28,7 +28,7 @@ def test_version_is_the_librarys():
 
 
 def test_every_name_is_listed_and_there():
-    """Whatever has been imported from the package, its modules and its own imports among it."""
+    """The names hold no matter what has been imported from the package before, including its modules."""
     assert hybridopt.optimizers.__name__ == "hybridopt.optimizers" and hybridopt.sys is sys
     assert dir(hybridopt) == sorted(hybridopt.__all__)
     public = {"OffloadOptimizer", "OffloadOptions", "ActivationStash", "Plan", "Stats", "StepResult", "TensorShard"}
@@ -65,7 +65,7 @@ def test_another_missing_module_is_named_as_it_is():
 
 
 def documented(text):
-    """Names and defaults of a docstring's arguments: {"threads": "0"}."""
+    """The names and defaults of the arguments that a docstring documents: {"threads": "0"}."""
     found = {}
     for names, default in re.findall(r"^        (\w[\w, ]*) \(.*?(?:, default (.*))?\): ", text, re.MULTILINE):
         found.update(dict.fromkeys(names.split(", "), default))
@@ -111,7 +111,7 @@ def test_the_guide_has_every_option_in_its_table():
 
 
 def particulars(optimizer):
-    """What repr() says beside torch's."""
+    """The part of repr() that torch's repr() does not have."""
     lines = repr(optimizer).partition("Offload\n")[2].splitlines()
     return dict(line.strip().split(": ", 1) for line in lines[:-1])
 

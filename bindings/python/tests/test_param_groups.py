@@ -1,5 +1,5 @@
-"""What programs write into param groups after the optimizer has been made: a value or a list that cannot be is told at
-the next call, and nothing has changed then."""
+"""Programs write into param groups after the optimizer has been made. The next call refuses a value or a list that
+is invalid, and changes nothing."""
 
 import math
 
@@ -36,7 +36,7 @@ NO_FLAGS = ["False", "", None, 2, -1, math.nan, (), [], {}, torch.tensor([True, 
 
 
 def two_groups(algorithm):
-    """An optimizer that has stepped, and its params."""
+    """An optimizer with two groups after some steps, and its params."""
     params = [Parameter(torch.ones(3)), Parameter(torch.ones(2))]
     groups = [{"params": [("first", params[0])]}, {"params": [("second", params[1])], "lr": 1e-2}]
     kwargs = {"momentum": 0.5} if algorithm in ("SGD", "Signum") else {}
@@ -46,8 +46,8 @@ def two_groups(algorithm):
 
 
 def refuses(algorithm, key, value, text):
-    """Both groups get values, the second one a wrong one. Nothing is stepped, and after the right value the run goes on
-    as if nothing had been."""
+    """Both groups get new values, of which that of the second group is invalid. No param is stepped. With a valid
+    value the training continues as if nothing had happened."""
     (optimizer, params), (other, twins) = two_groups(algorithm), two_groups(algorithm)
     for each in (optimizer, other):
         each.param_groups[0]["lr"] = 0.25
@@ -144,7 +144,7 @@ ARGUMENTS = {**NUMBERS, "AdamW": ("lr", "betas", "eps", "weight_decay"), "Lion":
 def test_an_argument_that_is_no_number_is_refused(algorithm, key):
     expected = "two numbers" if key == "betas" else "a number"
     for value in NO_PAIRS if key == "betas" else NO_NUMBERS:
-        if isinstance(value, torch.Tensor):  # torch refuses them in its own words
+        if isinstance(value, torch.Tensor):  # torch refuses tensors with its own error text
             continue
         with pytest.raises(ValueError, match=f"^Invalid {key}: {told(value)}, expected {expected}$"):
             getattr(hybridopt, algorithm)([Parameter(torch.ones(1))], **{key: value})
@@ -218,7 +218,7 @@ def test_lists_that_cannot_be_are_refused_and_can_be_put_right(edit):
     group, good = optimizer.param_groups[0], {"params": list(params), "param_names": ["a", "b", "c"]}
     before = bits(params), state_bits(optimizer)
     change(group)
-    is_seen_later = edit == "delete a name"  # a step that needs no name does not look at them
+    is_seen_later = edit == "delete a name"  # a step that needs no names does not check them
     for call in (
         lambda: optimizer.save_checkpoint("/nowhere"),
         optimizer.hook_gradients,
@@ -243,7 +243,7 @@ def test_a_param_in_two_groups_names_both():
 
 @pytest.mark.parametrize("named", [True, False])
 def test_params_are_taken_out_replaced_and_added_with_their_names(named):
-    """As torch does it: what stays keeps its state, and what is new begins afresh."""
+    """As in torch, params that stay keep their state, and new params start without state."""
     params = [Parameter(torch.full((3,), float(each))) for each in range(4)]
     twins = clone(params)
     optimizer = hybridopt.AdamW(list(zip("abc", params)) if named else params[:3], lr=1e-2)

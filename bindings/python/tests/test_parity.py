@@ -1,6 +1,6 @@
-"""200 steps of a small language model: how far updates are from a float64 run of torch's optimizer,
-and from how far torch's own fp32 optimizer is. The gradients are those of the float64 run, so that
-only the optimizers differ."""
+"""200 steps of a small language model. The tests compare the distance of the updates from a float64 run of torch's
+optimizer with the distance of torch's own fp32 optimizer. All runs use the gradients of the float64 run, so only the
+optimizers differ."""
 
 import copy
 import pathlib
@@ -12,15 +12,15 @@ from torch import nn
 from models import WITH_TORCH
 
 STEPS = 200
-# Where torch's fp32 has as many roundings as ours, but at other places on other CPUs: it fuses
-# multiplications and additions as its kernels for their instructions happen to. Either may be closer,
-# by 3 % at most: 0.974 to 1.018 of torch's distance over three seeds and two sets of instructions.
+# For these, torch's fp32 kernels round as often as the library's, but at other operations on each CPU, because they
+# fuse multiplications and additions differently for each instruction set. Either may be closer to float64, by 3 % at
+# most: 0.974 to 1.018 of torch's distance over three seeds and two instruction sets.
 TIES = {"SGD": 1.03, "Adagrad": 1.03}
-TEXT = pathlib.Path(torch.__file__).read_bytes()[:20_000]  # any text will do
+TEXT = pathlib.Path(torch.__file__).read_bytes()[:20_000]  # any text works
 
 
 class Recurrent(nn.Module):
-    """Next byte from the last 16: embedding, GRU, layer norm, tied output."""
+    """Predicts the next byte from the last 16: embedding, GRU, layer norm, tied output."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ def batches():
 
 
 def distance(params, exact, start):
-    """Relative, of all updates together."""
+    """The relative distance of all updates together."""
     with torch.no_grad():
         error = sum(((p.double() - e) ** 2).sum() for p, e in zip(params, exact))
         update = sum(((e - s) ** 2).sum() for e, s in zip(exact, start))
@@ -56,7 +56,7 @@ def test_updates_are_those_of_float64(name):
         arguments = {"lr": 0.5}  # without momentum the updates would be small
     model = Recurrent()
     for param in model.parameters():
-        param.data.mul_(0.1)  # small weights, so that rounding them hides little of the updates
+        param.data.mul_(0.1)  # weights are small, so that their rounding hides little of the updates
     exact_model = copy.deepcopy(model).double()
     exact = list(exact_model.parameters())
     start = [param.detach().clone() for param in exact]
@@ -72,14 +72,14 @@ def test_updates_are_those_of_float64(name):
         loss = exact_model(batch)
         loss.backward()
         for param in exact:
-            param.grad = param.grad.float().double()  # what fp32 can hold
+            param.grad = param.grad.float().double()  # rounded to fp32
         for params, other in runs.values():
             for param, reference in zip(params, exact):
                 param.grad = reference.grad.float()
             other.step()
         optimizer.step()
         first, last = first or loss.item(), loss.item()
-    assert last < first - 0.2  # it did train
+    assert last < first - 0.2  # the model has learned
 
     ours = distance(runs[ours_class][0], exact, start)
     torchs = distance(runs[torchs_class][0], exact, start)

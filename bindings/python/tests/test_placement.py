@@ -1,4 +1,4 @@
-"""How much state goes on the device, and what the command line says of it."""
+"""How much state goes to the device, and what is printed about it."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from hybridopt.state.state_memory import StateMemory
 
 
 def planner(calls, least=100, most=1100, step=1):
-    """Plans of a device that takes memory in units of `step` bytes."""
+    """Plans for a device that allocates memory in units of `step` bytes."""
 
     def plan_of(fraction):
         calls.append(fraction)
@@ -55,21 +55,21 @@ def test_on_the_host_there_is_nothing_to_choose():
 def test_the_fraction_may_be_set_at_any_time():
     param = torch.nn.Parameter(torch.ones(8))
     optimizer = hybridopt.AdamW([param], offload_fraction=0.5)
-    optimizer.set_offload_fraction(0.25)  # before the first step too
+    optimizer.set_offload_fraction(0.25)  # also before the first step
     for _ in range(2):
         param.grad = torch.ones(8)
         optimizer.step()
         before = optimizer.state[param]["exp_avg"].clone()
         optimizer.set_offload_fraction(0.0)
-        assert optimizer.state[param]["exp_avg"].equal(before)  # a view of where it is now
-    assert optimizer.plan().offload_fraction == 1.0  # in host memory there is nothing to split
+        assert optimizer.state[param]["exp_avg"].equal(before)  # a view of the state's new place
+    assert optimizer.plan().offload_fraction == 1.0  # on the host device there is nothing to split
     for wrong in (-0.5, 2.0, float("nan"), "auto"):
         with pytest.raises(ValueError, match="offload_fraction"):
             optimizer.set_offload_fraction(wrong)
 
 
 class FakeMemory:
-    """A device, as placement.Leftover asks for it."""
+    """A device as placement.Leftover expects it."""
 
     def __init__(self, left, total):
         self.left, self.total, self.failures = left, total, 0
@@ -89,7 +89,8 @@ def test_auto_takes_what_the_device_has_left_after_two_steps():
     leftover = Leftover(memory, headroom=0.1)
     assert leftover.after_step(planner([]), moves.append) is None and moves == []
     placement = leftover.after_step(planner([]), moves.append)
-    # 100 bytes are there already; of 600 that are left 200 are headroom, of 1000 for all state.
+    # 100 bytes of state are there already. Of the 600 bytes that are left, 200 are headroom. All state takes 1000
+    # bytes.
     assert moves == [pytest.approx(0.4)] and placement.device_fraction == moves[0]
     assert "after 2 steps the device had 600 bytes left" in placement.reason
     for _ in range(3):
@@ -100,12 +101,12 @@ def test_auto_takes_what_the_device_has_left_after_two_steps():
     placement = leftover.give_back(moves.append)
     assert moves[1:] == [0.0] and placement.offload_fraction == 1.0 and "ran out" in placement.reason
     memory.failures = 2
-    assert not leftover.has_run_out()  # there is nothing to give back
+    assert not leftover.has_run_out()  # nothing to give back
 
 
 def test_auto_leaves_the_headroom_alone():
     memory = FakeMemory(left=200, total=2000)
-    memory.failures = 3  # before it took anything
+    memory.failures = 3  # before Leftover took anything
     leftover = Leftover(memory, headroom=0.1)
     leftover.after_step(planner([]), None)
     placement = leftover.after_step(planner([]), None)
@@ -160,7 +161,7 @@ def test_auto_moves_state_between_steps_and_says_so(noticed_by, monkeypatch, cap
     step()
     assert moved == []
     step()
-    # These plans are for a host, where state takes no bytes of a device.
+    # These plans are for the host device, where state takes no bytes of a device's memory.
     assert moved == [1.0] and "512.0 KiB are headroom" in optimizer.plan().reason
     assert "after 2 steps the device had 1.0 MiB left" in capfd.readouterr().err
     step()
@@ -215,8 +216,8 @@ def test_memory_that_is_interleaved_gives_the_same_bits_and_a_fall_back_is_told(
 
 
 def test_state_that_has_moved_is_made_visible_when_it_is_read(monkeypatch):
-    """Views of moved state are not made before somebody reads `state`: where a param lies partly on the
-    host they are copies, which take longer than the move."""
+    """Views of moved state are made only when `state` is read: if a param is partly on the host they are copies,
+    which take longer than the move."""
     param, plain_param = torch.nn.Parameter(torch.ones(64)), torch.nn.Parameter(torch.ones(64))
     optimizer = hybridopt.AdamW([param], threads=1)
     plain = hybridopt.AdamW([plain_param], threads=1)
@@ -230,7 +231,7 @@ def test_state_that_has_moved_is_made_visible_when_it_is_read(monkeypatch):
         assert shown == []
     for key in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(optimizer.state[param][key], plain.state[plain_param][key])
-    assert len(shown) == 4  # two of each optimizer
+    assert len(shown) == 4  # two entries of each optimizer
     optimizer.set_offload_fraction(0.5)
     assert len(shown) == 4
     assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"} and len(shown) == 6

@@ -28,7 +28,7 @@ def bits(values):
 
 
 def terms(rank):
-    """Doubles whose sum depends on the order of adding."""
+    """Doubles whose sum depends on the order of the additions."""
     return [(1e16, 1.0, -1e16, 1.0)[rank], 0.1 * (rank + 1), -0.0]
 
 
@@ -56,7 +56,7 @@ def test_sums_are_those_of_rank_order_on_every_rank(world):
 
 
 def steps_of_a_shard(rank, world, elements, options):
-    """Params and norms after three steps of this rank's part of one tensor."""
+    """The params and norms after three steps with this rank's part of one tensor."""
     generator = torch.Generator().manual_seed(7)
     part = slice(elements * rank // world, elements * (rank + 1) // world)
     data = torch.randn(elements, generator=generator)[part].clone()
@@ -92,7 +92,7 @@ def steps_of_a_shard(rank, world, elements, options):
                 binding = abi.offload_binding_t(param=0, grad=grad.data_ptr())
                 optimizer.bind(binding, 1)
                 ticket = optimizer.step(**options)
-                if comm:  # the training's own calls go on meanwhile
+                if comm:  # the training makes its own calls at the same time
                     dist.all_reduce(torch.ones(1))
                 optimizer.wait(ticket)
                 result = optimizer.step_result(ticket)
@@ -106,7 +106,7 @@ def test_ranks_agree_on_norm_clip_and_skip():
     assert all(norm == norms[0] for norm in norms)
     assert [skipped for skipped, _ in norms[0]] == [0, 1, 0]
     whole, _ = steps_of_a_shard(0, 1, 1003, {"grad_norm_max": 0.5})
-    # Blocks of the norm end elsewhere in shards: the last bits of the clip factor may differ.
+    # In shards the blocks of the norm end at other elements, so the last bits of the clip factor may differ.
     gathered = torch.cat([data for data, _ in results])
     torch.testing.assert_close(gathered, whole, rtol=0, atol=1e-6)
 
@@ -148,7 +148,7 @@ def tables_one_after_the_other(rank, world):
     groups = [made[0].group]
     assert summed(made[0]) == world
     for step in range(4):
-        if step == 1 + rank:  # ranks end the first one at different moments
+        if step == 1 + rank:  # ranks close the first table at different times
             made[0] = None
         made.append(ProcessGroupComm(timeout_seconds=30))
         groups.append(made[-1].group)

@@ -1,4 +1,5 @@
-"""Shards against tensors that torch itself has cut. One process; ranks are coordinates."""
+"""Compares shards with tensors that torch itself has sharded. The test runs in one process, and ranks are
+coordinates."""
 
 import ctypes
 import itertools
@@ -24,7 +25,7 @@ def placements_for(dimensions):
 
 
 def cut_by_torch(tensor, mesh, coordinate, placements):
-    """None for what older versions of torch do not cut: strided shards that are not even."""
+    """None if a version of torch cannot shard the tensor: older ones refuse uneven strided shards."""
     for parts, part, placement in zip(mesh, coordinate, placements):
         if not isinstance(placement, Replicate):
             even = not isinstance(placement, _StridedShard) or (
@@ -48,7 +49,7 @@ CUTS_UNEVENLY = cuts_unevenly()
 
 
 def elements_of(shard):
-    """The global indices of a shard's elements, in its order."""
+    """The global indices of a shard's elements, in the order of the shard."""
     whole = torch.arange(torch.Size(shard.global_shape).numel()).view(shard.global_shape)
     listed = []
     for offsets, extents in shard.boxes:
@@ -78,7 +79,7 @@ def test_boxes_are_the_elements_that_torch_cut():
                 empty += not expected
                 cases += 1
             uneven += len(sizes) > 1
-    # The cases that are easy to get wrong are among them.
+    # Checks that the difficult cases are among them.
     least = 1000 if CUTS_UNEVENLY else 200
     assert min(cases, uneven, several, empty) > least, (cases, uneven, several, empty)
 

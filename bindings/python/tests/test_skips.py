@@ -1,4 +1,4 @@
-"""What is said of steps that are skipped for Inf or NaN."""
+"""Warnings about steps that are skipped because of Inf or NaN."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ GONE = "a gradient that is gone: hook_gradients() or overlap() has taken it, lea
 
 
 def warned(call):
-    """What a call warns of, and from which file."""
+    """The warnings of a call, and the files that they point to."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
@@ -33,7 +33,7 @@ def made(names, **options):
 
 
 def step_with(optimizer, params, values):
-    """A step whose gradients have these values somewhere."""
+    """Makes a step whose gradients contain these values."""
     set_gradients(params, 1)
     for param, value in zip(params, values):
         if value is not None:
@@ -60,11 +60,11 @@ def test_it_warns_of_every_power_of_two_and_counts_all():
         found = step_with(optimizer, params, [math.nan])
         if found:
             told[count] = found[0][0]
-        assert step_with(optimizer, params, []) == []  # steps that are not skipped in between
+        assert step_with(optimizer, params, []) == []  # a step in between that is not skipped
         assert optimizer.stats().steps_skipped == count
     assert list(told) == [1, 2, 4, 8, 16]
     assert "of 'a'. 8 steps have been skipped so far. The next warning comes after 16 skipped" in told[8]
-    optimizer.add_param_group({"params": [("c", Parameter(torch.ones(2)))]})  # another engine counts on
+    optimizer.add_param_group({"params": [("c", Parameter(torch.ones(2)))]})  # another engine continues the count
     assert step_with(optimizer, params, [math.nan]) == []
     assert optimizer.stats().steps_skipped == 18
 
@@ -90,7 +90,7 @@ def test_gradients_in_16_bits_and_without_elements():
     optimizer = hybridopt.AdamW(list(zip("abcd", params)))
     for param in params:
         param.grad = torch.ones_like(param)
-    params[0].grad[:2] = torch.tensor([6e4, -6e4])  # their difference is more than fp16 holds
+    params[0].grad[:2] = torch.tensor([6e4, -6e4])  # their difference is larger than the largest fp16 number
     params[1].grad[2] = math.nan
     ((text, _),) = warned(optimizer.step)
     assert f"{SKIPPED}the gradients of 'b'. The" in text

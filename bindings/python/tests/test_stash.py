@@ -46,7 +46,7 @@ def stash_of(**options):
 
 
 class Model(nn.Module):
-    """Layers of several sizes, one of them called twice, tied weights, dropout and a mask that is expanded."""
+    """Layers of several sizes, one of which is called twice, tied weights, dropout, and an expanded mask."""
 
     def __init__(self, width=16):
         super().__init__()
@@ -71,7 +71,7 @@ class Model(nn.Module):
 
 
 def train(model, forward, passes=4, backward=torch.Tensor.backward, each_pass=contextlib.nullcontext):
-    """Losses and gradients of some iterations."""
+    """Trains for some iterations and returns the losses and gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     results = []
     for seed in range(passes):
@@ -115,10 +115,10 @@ def test_losses_and_gradients_keep_their_bits(options, both):
     assert train(model, model, each_pass=lambda: stash) == train(other, other)
     stats = stash.stats()
     choice = stash.choice()
-    assert stats.pushed_bytes > 0 and stats.twice > 0  # the pass that measures puts all aside
+    assert stats.pushed_bytes > 0 and stats.twice > 0  # the measuring pass puts everything aside
     assert is_empty(stash)
     assert choice.chosen_bytes + choice.kept_bytes == choice.eligible_bytes
-    if "fraction" in options:  # else what goes depends on how fast this machine is just now
+    if "fraction" in options:  # without a fraction, the choice depends on the current speed of this machine
         assert choice.chosen_bytes <= options["fraction"] * choice.eligible_bytes
         assert (choice.chosen_bytes > 0) == (options["fraction"] > 0.0)
     assert (stats.refused_bytes > 0) == ("budget" in options)
@@ -134,7 +134,7 @@ def test_wrapped_layers_keep_their_bits(options, is_inside, both):
     each_pass = (lambda: stash) if is_inside else contextlib.nullcontext
     assert train(model, model, each_pass=each_pass) == train(other, other)
     assert stash.choice() is not None and stash.stats().pushed_bytes > 0
-    assert stash.stats().saved < 4 * 40  # of three layers
+    assert stash.stats().saved < 4 * 40  # the tensors of three layers
     wrapping.remove()
     saved = stash.stats().saved
     train(model, model, passes=1)
@@ -158,7 +158,7 @@ def test_backward_may_be_inside_of_the_with_statement(both):
 
 
 def test_several_passes_before_their_backward_passes(both):
-    """1F1B: backward passes come in the order of the forward passes, and some of those lie in between."""
+    """1F1B: backward passes come in the order of the forward passes, with other forward passes in between."""
     model = Model()
     other = copy.deepcopy(model)
     stash = stash_of(**EVERYTHING)
@@ -208,7 +208,7 @@ def test_each_program_has_a_choice_of_its_own(both):
     ids=str,
 )
 def test_a_pass_has_no_more_on_the_device_than_it_says(options, both, monkeypatch):
-    """Counted block by block after each save and each use."""
+    """The bytes on the device are counted block by block after each save and each use."""
     looks = {"forward": 0, "backward": 0}
     save, use = ForwardPass.save, ForwardPass.use
 
@@ -243,7 +243,7 @@ def test_a_pass_has_no_more_on_the_device_than_it_says(options, both, monkeypatc
 
 
 class Save(torch.autograd.Function):
-    """Tells what comes back for the tensors that are saved."""
+    """Appends to `found` what comes back for the saved tensors."""
 
     @staticmethod
     def forward(context, x, tensors, found):
@@ -280,7 +280,7 @@ def layouts():
         torch.randn(1, 1).expand(50, 50),
         torch.randn(40).as_strided((10, 8), (2, 1)),  # which overlaps itself
         torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
-        torch.randn(33)[1:],  # not aligned as torch aligns memory
+        torch.randn(33)[1:],  # less aligned than torch aligns memory
         torch.randn(9, 9).bfloat16().t(),
         torch.randn(16).half(),
         torch.arange(70).reshape(7, 10).T,
@@ -311,7 +311,7 @@ def test_views_come_back_as_they_were(both):
 def test_what_is_saved_twice_goes_once(both):
     x = torch.randn(8, 16)
     stash = stash_of(**EVERYTHING)
-    # The same memory in four ways, then a copy.
+    # Four views of the same memory, and a copy.
     come_back(stash, [x, x.T, x.view(4, 32), x.detach(), x.clone()])
     stats = stash.stats()
     assert (stats.saved, stats.twice, stats.pushed_bytes) == (5, 3, 2 * 512)
@@ -319,7 +319,7 @@ def test_what_is_saved_twice_goes_once(both):
     found, leaf, stash = [], torch.ones(3, requires_grad=True), stash_of(**EVERYTHING)
     with stash:
         unused = Save.apply(leaf, [x], [])
-        x.add_(1)  # which is now another tensor
+        x.add_(1)  # x now counts as another tensor
         Save.apply(leaf, [x], found).sum().backward()
     assert stash.stats().pushed_bytes == 2 * 512 and bits(found) == bits([x])
     with pytest.raises(RuntimeError, match="was changed in place"):
@@ -335,14 +335,14 @@ def test_views_between_each_others_elements_go_together(both):
 
 
 def test_memory_that_is_used_again_is_not_taken_for_what_was_there_before(both):
-    """A tensor that dies and another one at its address, of the same shape and version."""
+    """One tensor is freed, and another one of the same shape and version gets its address."""
     stash = stash_of(**EVERYTHING)
     results, memory = [], bytearray(256)
     x = torch.ones(3, requires_grad=True)
     with stash:
         for value in range(6):
             saved = torch.frombuffer(memory, dtype=torch.float32)
-            saved.data.fill_(value)  # a version of its own
+            saved.data.fill_(value)  # `data` has its own version counter
             assert saved._version == 0
             x = Save.apply(x, [saved], results)
             del saved
@@ -389,7 +389,7 @@ def test_a_second_backward_pass_and_gradients_of_gradients(both):
 
 
 def trained(model, pack=None, unpack=None, passes=3, **options):
-    """Training of a copy, with a stash or with other hooks."""
+    """Trains a copy of the model, with a stash or with other hooks."""
     model = copy.deepcopy(model)
     if pack is not None:
         return train(model, model, passes, each_pass=lambda: saved_tensors_hooks(pack, unpack))
@@ -403,7 +403,7 @@ def plain(model, passes=3):
 
 
 def goes_wrong(naive, expected):
-    """Whether the naive way computes something else, or cannot go on."""
+    """True if the naive implementation has another result or raises an error."""
     try:
         return naive() != expected
     except (RuntimeError, IndexError):
@@ -411,12 +411,12 @@ def goes_wrong(naive, expected):
 
 
 def overwrite(storage):
-    """As the next user of the memory does it."""
+    """Overwrites the memory as its next user would."""
     torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
 
 
 def test_memory_that_is_let_go_before_its_copy_has_ended(lazy, monkeypatch):
-    """Freed or reused too early: NaN, or worse."""
+    """If memory is freed or reused too early, results become NaN or wrong."""
     model = Model()
     assert trained(model) == plain(model)
     graves = []
@@ -438,7 +438,8 @@ def test_memory_that_is_read_before_its_copy_has_ended(lazy, monkeypatch):
 
 
 def test_transposes_of_one_storage(both):
-    """Dedupe by storage: a transpose came back as the tensor, and gradients were wrong without a word."""
+    """An implementation that looked for duplicates by storage: a transpose came back as the original tensor, and
+    gradients were wrong without an error."""
     x = torch.randn(8, 8, requires_grad=True)
 
     def gradient(each_pass):
@@ -459,7 +460,7 @@ def test_transposes_of_one_storage(both):
 
 
 def test_tensors_with_holes(both):
-    """As many bytes as there are elements, from the first one on."""
+    """An implementation that copied as many consecutive values as the tensor has elements."""
     model = Model()
 
     def pack(tensor):
@@ -490,7 +491,8 @@ class Fails(nn.Module):
 
 @pytest.mark.parametrize("wraps", [False, True])
 def test_an_exception_leaves_nothing_behind(wraps, both):
-    """A leak of gigabytes: what had been put aside before an exception waited for its backward pass for ever."""
+    """An implementation that leaked gigabytes: after an exception, what had been put aside before it waited forever
+    for its backward pass."""
     model = Fails(nn.Sequential(*(Block(16, 32) for _ in range(3))))
     naive = copy.deepcopy(model)
     stash = stash_of(**EVERYTHING)
@@ -505,7 +507,7 @@ def test_an_exception_leaves_nothing_behind(wraps, both):
             lambda tensor: waiting.append(tensor) or len(waiting) - 1, lambda index: waiting[index]
         ):
             naive(torch.randn(4, 16))
-        gc.collect()  # the traceback that pytest keeps is a circle
+        gc.collect()  # pytest's traceback is a reference cycle
         assert stash.stats().pushed_bytes > 0 and is_empty(stash)
     assert len(waiting) > 30
     model.fails = False
@@ -514,7 +516,7 @@ def test_an_exception_leaves_nothing_behind(wraps, both):
     y.backward()
     assert is_empty(stash)
     saved = stash.stats().saved
-    torch.tanh(torch.randn(4, 16, requires_grad=True))  # no hooks are left
+    torch.tanh(torch.randn(4, 16, requires_grad=True))  # works without the hooks, which are gone
     assert stash.stats().saved == saved
 
 
@@ -535,11 +537,11 @@ def test_early_returns_and_no_grad_leave_nothing_behind(both):
         with mode(), stash:
             model(tokens)
     assert stash.stats().saved == saved
-    assert stash.choice() is None  # no backward pass has shown lifetimes
+    assert stash.choice() is None  # without a backward pass no lifetimes are known
     loss = early_graph = None
     with stash:
         loss = model(tokens)
-        early_graph = model(tokens)  # which nobody uses
+        early_graph = model(tokens)  # no backward pass uses it
     loss.backward()
     assert stash.stats().host_bytes > 0
     del early_graph
@@ -547,8 +549,8 @@ def test_early_returns_and_no_grad_leave_nothing_behind(both):
 
 
 def test_buffers_for_layers_of_different_sizes(lazy, monkeypatch):
-    """Two buffers by turns, as if layers were equally large and each were used up before the next but one
-    comes."""
+    """An implementation with two alternating buffers, which is right only if layers are equally large and each
+    buffer is used up before the next layer but one arrives."""
     model = Model()
     assert trained(model, window_bytes=1 << 16) == plain(model)
     buffers, turn = [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(2)], [0]
@@ -563,7 +565,7 @@ def test_buffers_for_layers_of_different_sizes(lazy, monkeypatch):
 
 
 def test_layers_that_are_called_twice_or_not_at_all(both):
-    """The index of a layer is not that of what it has saved."""
+    """An implementation that took the index of a layer for the index of what it has saved."""
     by_layer = {}
     layer_now = [None]
 
@@ -603,7 +605,7 @@ def test_a_tensor_that_was_changed_in_place_is_refused(lazy, monkeypatch):
                 change(y)
         return bits(torch.autograd.grad(loss, model[0].weight))
 
-    for options in (EVERYTHING, {**EVERYTHING, "min_bytes": 4096}):  # also of tensors that stay
+    for options in (EVERYTHING, {**EVERYTHING, "min_bytes": 4096}):  # also for tensors that stay
         stash = stash_of(model=model, **options)
         with pytest.raises(RuntimeError, match=r"float32 tensor of shape \(4, 16\) made by TanhBackward0 that "
                            r"module '[12]' saved was changed in place .*version 1, expected version 0"):  # fmt: skip
@@ -620,7 +622,7 @@ def test_a_change_after_the_memory_was_let_go_is_refused_too(both):
     with stash:
         y = x * 1
         z = (y * y).sum()
-    y.detach().add_(1)  # torch's version is that of y
+    y.detach().add_(1)  # torch's version counter belongs to y
     with pytest.raises(RuntimeError, match="made by MulBackward0 was changed in place"):
         z.backward()
 
@@ -653,7 +655,7 @@ def test_capture_is_refused(monkeypatch):
 
 
 class Captured(TorchDispatchMode):
-    """As a CUDA graph: its replay does the same operations of torch on the same memory, and nothing else."""
+    """Stands for a CUDA graph: its replay repeats torch's operations on the same memory, and nothing else."""
 
     def __init__(self):
         super().__init__()
@@ -661,7 +663,7 @@ class Captured(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function.overloadpacket not in (torch.ops.aten.detach, torch.ops.aten.t):  # which do nothing on a GPU
+        if function.overloadpacket not in (torch.ops.aten.detach, torch.ops.aten.t):  # these launch nothing on a GPU
             self.calls.append((function, args, kwargs or {}, result))
         return result
 
@@ -672,7 +674,7 @@ class Captured(TorchDispatchMode):
 
 
 def test_a_captured_stash_would_put_the_activations_of_the_capture_aside(both, monkeypatch):
-    """Copies are queued by the host, which a replay does not do."""
+    """The host queues the copies, but a replay does not run on the host."""
     weight = torch.randn(8, 8, requires_grad=True)
     inputs = [torch.randn(4, 8) for _ in range(2)]
 
@@ -694,7 +696,7 @@ def test_a_captured_stash_would_put_the_activations_of_the_capture_aside(both, m
 
 
 def test_pipelines_with_interleaving(both):
-    """One stack for all micro-batches: last in, first out."""
+    """An implementation with one stack for all micro-batches: last in, first out."""
     chunks = [nn.Sequential(Block(16, 24), Block(16, 40)), nn.Sequential(Block(16, 32))]
     order = [("F", 0, 0), ("F", 0, 1), ("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("F", 0, 2), ("B", 0, 0)]
     order += [("F", 1, 2), ("B", 1, 1), ("B", 0, 1), ("B", 1, 2), ("B", 0, 2)]
@@ -726,8 +728,8 @@ def test_pipelines_with_interleaving(both):
 
 
 def test_hooks_take_no_memory(both):
-    """Pinned memory that is taken inside of hooks may wait for all streams of the device: ranks wait for each
-    other. All of it is taken when the stash is made, and what does not fit stays on the device."""
+    """Taking pinned memory inside of a hook may wait for all streams of the device, so that ranks wait for each
+    other. So all of it is taken when the stash is made, and what does not fit stays on the device."""
     model = Model()
     stash = stash_of(**{**EVERYTHING, "budget": 4 * 4096})
     before = stash.stats().slabs_bytes
@@ -773,7 +775,7 @@ def caching(*_):
     ids=["not reentrant", "reentrant", "selective"],
 )
 def test_checkpoints(how, is_inside, wraps, lazy):
-    """What is cached by a selective policy passes by the hooks, and so stays; inputs of checkpoints go."""
+    """What a selective policy caches does not pass through the hooks, and so it stays; the inputs of checkpoints go."""
     model = Checkpointed()
     model.how = how
     other = copy.deepcopy(model)
@@ -798,8 +800,9 @@ def test_checkpoints(how, is_inside, wraps, lazy):
 
 
 def test_what_selective_checkpoints_cache_is_not_freed_by_force(both):
-    """The cache holds the memory of tensors that hooks have saved too, and no hook sees it: who frees the storage of
-    what was put aside (an operation in place, behind the back of all who hold it) spoils the cache."""
+    """The cache holds the memory of tensors that hooks have saved too, and no hook sees the cache. An implementation
+    that frees the storage of what it has put aside (an in-place operation that its other holders do not notice)
+    destroys the cache."""
     layer = nn.Linear(8, 8)
 
     def both_of(x):
@@ -874,8 +877,8 @@ def test_compiled_regions(how, lazy):
 
 
 def test_a_copy_back_that_nobody_needs_keeps_its_memory_until_it_has_ended(lazy, monkeypatch):
-    """Two branches, of which the backward pass uses one: the other one's copies are under way when its graph
-    goes."""
+    """Two branches, of which the backward pass uses one. The copies of the other branch are under way when its graph
+    is freed."""
     buffers, drops = {}, []
     prefetch, drop = Transfers.prefetch, LazyStash.drop
 
@@ -920,7 +923,7 @@ def test_copies_and_pickles_of_a_wrapped_model_do_without(both):
 
 
 def test_a_stash_that_nobody_holds_goes(both):
-    """Its hooks on a model do not hold it; a graph that needs it does."""
+    """Its hooks on a model do not keep a stash alive; a graph that needs the stash does."""
     model = Model()
     stash = stash_of(model=model, **EVERYTHING)
     stash.wrap(model.blocks)
@@ -961,12 +964,12 @@ def test_a_program_that_changes_is_measured_again(both):
 
 
 class LateClock:
-    """A clock of a device that has not come to any point, until it is told."""
+    """The clock of a device that has reached no point until the test says so."""
 
     def __init__(self):
         self.has_come = False
         self.points = 0
-        self.waits = 0  # for a point to which the device has not come
+        self.waits = 0  # waits for a point that the device has not reached
 
     def now(self):
         self.points += 1
@@ -981,14 +984,15 @@ class LateClock:
 
 
 def test_only_the_first_times_are_waited_for_and_no_pass_is_measured_behind_that_wait():
-    """A device that has nothing queued computes at the speed of the host, and the choice would count on that."""
+    """A device that waits for its host computes at the speed of the host. A measurement of that would mislead the
+    choice."""
     model, stash = Model(), stash_of(**EVERYTHING)
     stash._clock = clock = LateClock()
     train(model, model, 1, each_pass=lambda: stash)
     first, points = stash.choice(), clock.points
     assert first is not None and clock.waits > 0 and points > 0
     train(model, model, 1, each_pass=lambda: stash)
-    assert clock.points == points  # that pass is not measured
+    assert clock.points == points  # the pass is not measured
     waits = clock.waits
     train(model, model, 3, each_pass=lambda: stash)
     assert clock.points > points and clock.waits == waits
@@ -997,11 +1001,11 @@ def test_only_the_first_times_are_waited_for_and_no_pass_is_measured_behind_that
     assert stash.choice() is not first
     points = clock.points
     train(model, model, 2, each_pass=lambda: stash)
-    assert clock.points == points  # two are enough
+    assert clock.points == points  # two measurements are enough
 
 
 def test_what_somebody_holds_is_not_put_aside_again(both):
-    """To put it aside would free nothing."""
+    """Putting it aside would free no memory."""
     model, stash = Model(), stash_of(**EVERYTHING)
     held = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What goes to the host: the choice, which is numbers alone; names and roles; tables; bad input."""
+"""What goes to the host: the choice, which needs no tensors to be tested; names and roles; tables; bad input."""
 
 import functools
 import os
@@ -23,7 +23,8 @@ LINK = Link(down=100.0 * MIB / LINK_SHARE, up=100.0 * MIB / LINK_SHARE)
 
 
 def ranges_of(count, bytes=10 * MIB, forward=1.0, held=()):
-    """Saved at equal distances in the forward pass and used in the opposite order, twice as slowly."""
+    """Ranges that are saved at equal intervals in the forward pass and used in reverse order at twice these
+    intervals."""
     return [
         Measured(
             bytes=bytes,
@@ -44,17 +45,17 @@ def chosen(ranges, forward=1.0, link=LINK, budget=1 << 40, keep_last=0, fraction
 
 def test_what_lives_longest_goes_until_the_link_is_full():
     choice = chosen(ranges_of(40))
-    assert choice.goes == (True,) * 10 + (False,) * 30  # 10 times 10 MiB in a second
+    assert choice.goes == (True,) * 10 + (False,) * 30  # the link copies 10 times 10 MiB in a second
     assert choice.chosen_bytes == 100 * MIB and choice.kept_bytes == 300 * MIB
     assert choice.order == tuple(range(9, -1, -1))
     assert choice.forward_seconds == 1.0 and choice.backward_seconds == pytest.approx(2.0)
 
 
 def test_what_is_saved_late_has_less_time():
-    """The last of them has to be down when the forward pass ends, too."""
+    """The copies to the host must also be complete when the forward pass ends."""
     ranges = ranges_of(10)
     for each in ranges[:5]:
-        each.used = None  # by nobody, so that they do not live at all
+        each.used = None  # never used, so their lifetime is zero
     choice = chosen(ranges, link=Link(down=113.0 * MIB, up=113.0 * MIB))
     assert choice.goes == (False,) * 5 + (True,) * 5
     choice = chosen(ranges, link=Link(down=57.0 * MIB, up=57.0 * MIB))
@@ -63,7 +64,7 @@ def test_what_is_saved_late_has_less_time():
 
 def test_what_is_used_early_cannot_come_back_in_time():
     ranges = ranges_of(10)
-    ranges[0].used = 1.05  # lives long enough to go down, and is needed at once
+    ranges[0].used = 1.05  # lives long enough to be copied to the host, and is then needed at once
     ranges[0].saved = -5.0
     assert not chosen(ranges).goes[0]
     assert chosen(ranges, fraction=0.1).goes[0]
@@ -153,7 +154,7 @@ def backward(model):
 
 
 def particulars(stash):
-    """What repr() says."""
+    """The parts of repr()."""
     first, *lines, last = repr(stash).splitlines()
     assert (first, last) == ("ActivationStash (", ")")
     return dict(line.strip().split(": ", 1) for line in lines)
@@ -207,7 +208,7 @@ def test_where_nothing_may_go_the_choice_is_one_without_tensors():
     choice = stash.choice()
     assert choice.goes == choice.order == () and choice.eligible_bytes == choice.chosen_bytes == 0
     assert particulars(stash)["choice()"] == "nothing goes: no tensor of at least 1.0 MiB was saved that may go"
-    for _ in range(3):  # tensors that are large enough are measured at once
+    for _ in range(3):  # tensors that are large enough would be measured in the first pass
         with stash:
             loss = model(torch.randn(2048, 16, 16)).square().mean()
         loss.backward()
@@ -301,7 +302,7 @@ def pushed_by(wrap):
     "settings, wrap",
     [
         ({}, lambda stash, model: stash.wrap([])),
-        ({"cpu_offloading_num_layers": 3}, lambda stash, model: stash.wrap([])),  # the switch is off
+        ({"cpu_offloading_num_layers": 3}, lambda stash, model: stash.wrap([])),  # the switch for it is off
         ({"cpu_offloading": True}, lambda stash, model: stash.wrap([])),
         ({"cpu_offloading": True, "cpu_offloading_num_layers": 2}, lambda stash, model: stash.wrap(model[:2])),
         (
@@ -388,7 +389,7 @@ def test_wrong_arguments_are_refused(arguments, kind, text):
         hybridopt.ActivationStash(**{"budget": MIB, **arguments})
 
 
-ARGUMENTS = {  # and the values of VALUES that they take
+ARGUMENTS = {  # for each, the entries of VALUES that it accepts
     "budget": {"1"},
     "keep_last": {"0", "1"},
     "fraction": {"0", "1", "None"},
@@ -412,7 +413,7 @@ def test_every_argument_takes_a_value_or_tells_what_it_expects(argument):
             hybridopt.ActivationStash(**arguments)
 
 
-CALLS = {  # and the values of VALUES that they take
+CALLS = {  # for each, the entries of VALUES that it accepts
     "stash()": (lambda stash, value: stash(value), {"''", "'1'", "'cuda:99'"}),
     "choice()": (lambda stash, value: stash.choice(value), {"''", "'1'", "'cuda:99'"}),
     "wrap()": (lambda stash, value: stash.wrap(value), {"[]", "()", "{}", "range(0, 0)"}),
@@ -484,7 +485,7 @@ def test_a_forked_child_cannot_use_its_parents_stash():
 
 
 def test_the_library_as_it_is():
-    """abi.Stash by itself: bytes go and come back."""
+    """Tests abi.Stash alone: bytes go and come back."""
     context = abi.Context()
     plan = abi.stash_plan(context, budget_bytes=3 * 4096, slab_bytes=4096)
     assert (plan.slab_count, plan.slab_bytes, plan.fits) == (3, 4096, 1)

@@ -60,7 +60,7 @@ def sharded(rank, world):
         wrapped.wrap(list(module))
         assert train(module, rank, contextlib.nullcontext) == expected
         assert is_empty(wrapped)
-        # Params are not put aside: what goes is the same as without shards.
+        # Params are not put aside, so as much goes as without shards.
         plain = hybridopt.ActivationStash(**EVERYTHING)
         train(blocks(), rank, lambda: plain)
         assert stash.choice().eligible_bytes == plain.choice().eligible_bytes
@@ -84,7 +84,7 @@ def tensor_parallel(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     plans = [
         {"up": ColwiseParallel(), "down": RowwiseParallel()},
-        {  # activations are DTensors between the layers
+        {  # the activations between the layers are DTensors
             "norm": SequenceParallel(use_local_output=False),
             "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
             "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),

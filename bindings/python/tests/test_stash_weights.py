@@ -1,5 +1,5 @@
-"""Weights that are put aside layer by layer: losses, gradients and params have the bits of training without. On the
-library's host device, and on a stash that copies as late as it may (lazy_stash.py)."""
+"""Weights that are put aside layer by layer: losses, gradients and params have the bits of training without a stash.
+On the library's host device, and on a stash that copies as late as it may (lazy_stash.py)."""
 
 import contextlib
 import copy
@@ -74,7 +74,7 @@ def adamw(model):
 
 
 def passes(module, width):
-    """Bits of the losses of three passes, and of the gradients in the end."""
+    """The bits of the losses of three passes, and of the gradients at the end."""
     results = []
     for seed in range(3):
         torch.manual_seed(seed)
@@ -85,7 +85,7 @@ def passes(module, width):
 
 
 def train(model, wrapping=None, make_optimizer=sgd, steps=4, micro_batches=2, called=None):
-    """Bits of all losses and gradients, and of the params in the end."""
+    """The bits of all losses and gradients, and of the params at the end."""
     optimizer = make_optimizer(model)
     results = []
     for step in range(steps):
@@ -167,7 +167,7 @@ def test_beside_the_librarys_optimizers(options, monkeypatch):
 
 
 def test_gradients_that_leave_where_all_layers_are_on_the_device():
-    """Params that have moved, none of which is away when gradients leave."""
+    """The params have moved, and none is on the host when gradients leave."""
     model = nn.Sequential(*(Block(16, 32) for _ in range(3)))
     other = copy.deepcopy(model)
     stash_of().wrap(list(model), weights=True)
@@ -187,7 +187,7 @@ def test_gradients_that_leave_where_all_layers_are_on_the_device():
 
 
 def test_three_layers_are_on_the_device_at_most():
-    """After the first pass, when the order is known. A step wants them all."""
+    """This holds after the first pass, when the order of layers is known. A step needs all layers."""
     model, _ = pair()
     stash = stash_of()
     stash.wrap(model.blocks, weights=True, activations=False)
@@ -203,7 +203,7 @@ def test_three_layers_are_on_the_device_at_most():
         assert len(here) >= 6 and max(here) <= most
         seen.clear()
     pushed = stash.stats().pushed_bytes
-    assert pushed == total  # nothing has changed since the first pass
+    assert pushed == total  # nothing is copied again, since nothing has changed
     with torch.no_grad():
         for seed in range(2):
             model(tokens_of(seed))
@@ -212,12 +212,12 @@ def test_three_layers_are_on_the_device_at_most():
 
 
 def test_what_a_step_has_changed_goes_down_once_and_frozen_weights_never_again():
-    """The step's upload is what the next forward pass uses: nothing comes up for it."""
+    """The next forward pass uses what the step has brought to the device, so nothing else is copied to it."""
     model, other = pair()
     for module in (model, other):
         for block in (module.blocks[0], module.blocks[3]):
             block.requires_grad_(False)
-        module.blocks[4].qkv.weight.requires_grad_(False)  # as adapters beside frozen weights
+        module.blocks[4].qkv.weight.requires_grad_(False)  # as in training with adapters
     stash = stash_of()
     wrapping = stash.wrap(model.blocks, weights=True, activations=False)
     frozen = sum(p.nbytes for p in model.blocks.parameters() if not p.requires_grad)
@@ -248,7 +248,7 @@ def test_weights_come_from_the_step_itself():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation(reentrant):
-    """Megatron's settings forbid it."""
+    """Megatron does not allow recomputation together with offloaded weights."""
     model, other = pair()
     model.checkpoints = other.checkpoints = reentrant
     stash = stash_of(fraction=1.0, keep_last=0)
@@ -276,7 +276,7 @@ def test_a_checkpoint_inside_of_a_layer():
 
 
 def test_several_passes_before_their_backward_passes():
-    """1F1B, which Megatron's settings forbid."""
+    """1F1B, which Megatron does not allow together with offloaded weights."""
     model, other = pair()
     stash = stash_of(fraction=1.0, keep_last=0)
     wrapping = stash.wrap(model.blocks, weights=True)
@@ -342,7 +342,7 @@ def test_compiled_layers(how):
 
 
 class OfDetached(torch.autograd.Function):
-    """As kernels are called that save a weight's data: autograd does not know it for a view of the param."""
+    """Some kernels save a weight's data like this. Autograd does not know that it is a view of the param."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -372,7 +372,7 @@ def test_weights_that_are_saved_without_their_params_are_no_activations(replaced
     wrapping = stash.wrap(list(model), weights=True)
 
     assert passes(model, 64) == passes(other, 64)
-    if replaced:  # other memory, which no pass has seen
+    if replaced:  # memory that no pass has seen
         wrapping.bring_back()
         for module in (model, other):
             for param in module.parameters():
@@ -483,7 +483,7 @@ def test_what_was_written_after_bring_back_counts():
             wrapping.bring_back()
         for block in module.blocks:
             for param in block.parameters():
-                param.data.mul_(1.5)  # which leaves no trace in the tensor
+                param.data.mul_(1.5)  # this does not change the tensor's version
         torch.manual_seed(0)
         module(tokens_of(1)).backward()
     wrapping.bring_back()
@@ -492,7 +492,7 @@ def test_what_was_written_after_bring_back_counts():
 
 
 def test_a_write_in_place_between_two_uses_counts():
-    """Of weights that have a copy on the host and are on the device just now."""
+    """The weights have a copy on the host and are on the device at this time."""
     model, other = pair()
     stash_of().wrap(model.blocks, weights=True, activations=False)
     for module in (model, other):
@@ -557,7 +557,7 @@ def test_tied_params_are_refused():
     with pytest.raises(ValueError, match=r"tied parameters: 'head.weight' and 'embedding.weight' share"):
         stash.wrap([model.head], weights=True)
     stash.wrap(model.blocks, weights=True).remove()
-    stash.wrap(model, weights=True)  # all of it is one layer
+    stash.wrap(model, weights=True)  # the whole model is one layer
     model(tokens_of(0)).backward()
 
 
@@ -583,9 +583,10 @@ def test_params_that_cannot_leave_are_refused():
 
 @pytest.mark.parametrize("what", ["release", "pop", "forget_copy"])
 def test_each_wait_is_needed(what, monkeypatch, request):
-    """Without the wait for the copy to the host, for the copy back, and with the copy of before the step."""
+    """Each case leaves out one thing: the wait for the copy to the host, the wait for the copy back, or the
+    discarding of the copy from before the step."""
     if request.node.callspec.params["both"] != "lazy":
-        return  # copies of the host device are made at once
+        return  # the host device copies at once
     model, other = pair()
     expected = train(other)
     stash = stash_of()
@@ -595,7 +596,7 @@ def test_each_wait_is_needed(what, monkeypatch, request):
         def leave(self):
             self.push()
             if self.ticket and not self.is_away and not self.is_coming:
-                torch.empty(0, dtype=torch.uint8).set_(self.storage).fill_(0xFF)  # who gets the memory next
+                torch.empty(0, dtype=torch.uint8).set_(self.storage).fill_(0xFF)  # as the next user of the memory does
                 stash._handle.release(self.ticket)
                 self._is_leaving = False
                 self.storage.resize_(0)
@@ -635,7 +636,7 @@ def toggle(model, optimizer):
 
 
 def replace(model, optimizer):
-    """Another param in a layer's place, for the optimizer too."""
+    """Replaces a layer's param, in the optimizer too."""
     old = model.blocks[3].up.weight
     new = model.blocks[3].up.weight = nn.Parameter(old.detach() * 1.5)
     for group in optimizer.param_groups:
@@ -643,7 +644,7 @@ def replace(model, optimizer):
 
 
 def add(model, optimizer):
-    """Another param of a layer, in a group of its own."""
+    """Adds a param to a layer, in a group of its own."""
     block = model.blocks[1]
     if hasattr(block, "gain"):
         return
@@ -654,7 +655,7 @@ def add(model, optimizer):
 
 
 def take_out(model, optimizer):
-    """A trained param that the optimizer has no more, and that stays as it is."""
+    """Removes a param from the optimizer; the param still has gradients, and keeps its value."""
     gone = model.blocks[5].down.weight
     for group in optimizer.param_groups:
         kept = [index for index, param in enumerate(group["params"]) if param is not gone]
@@ -674,7 +675,7 @@ CHANGES = [freeze, unfreeze, toggle, replace, add, take_out, give_other_memory]
     [
         ("before the forward pass", ()),
         ("before the forward pass", ("overlap", "hooks")),
-        ("before the step", ("overlap",)),  # which hooks of gradients refuse, because it comes too late
+        ("before the step", ("overlap",)),  # hook_gradients refuses a change at that time
     ],
 )
 @pytest.mark.parametrize(
@@ -721,7 +722,7 @@ def test_params_that_change_between_steps(changes, options, when):
 
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_a_param_that_is_frozen_after_its_gradient_is_stepped_with_it(make):
-    """As torch's optimizers do."""
+    """torch's optimizers do the same."""
     model, other = pair()
     wrapping = stash_of().wrap(model.blocks, weights=True)
 
@@ -761,7 +762,7 @@ def test_a_param_that_was_trained_and_is_frozen_comes_up_for_a_step_and_does_not
 
 @pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint", "materialize", "plan", "hook_gradients", "master_of"])
 def test_calls_of_an_optimizer_bring_weights_back_that_they_read(call, tmp_path):
-    """After an evaluation, say, whose layers have left."""
+    """For example after an evaluation, whose layers have gone to the host."""
     model, other = pair(torch.bfloat16)
     wrapping = stash_of().wrap(model.blocks, weights=True)
     first = adamw(other)

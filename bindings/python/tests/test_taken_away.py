@@ -1,4 +1,4 @@
-"""Params and gradients that have been taken away: who uses them is told."""
+"""Uses of params and gradients that have been offloaded raise an error that says so."""
 
 import copy
 import gc
@@ -120,7 +120,7 @@ def test_what_the_program_takes_of_them_meanwhile_is_refused_as_they_are(view, k
 
 
 def test_an_assignment_to_data_in_a_phase_is_refused():
-    """reload() would undo it."""
+    """reload() would undo the assignment."""
     model, optimizer = stepped()
     before = bits(model.parameters())
     with optimizer.offloaded():
@@ -133,7 +133,8 @@ def test_an_assignment_to_data_in_a_phase_is_refused():
 @pytest.mark.parametrize("where", ["queued", "waited", "noted", "copied", "released"])
 @pytest.mark.parametrize("storage", [1, 3])
 def test_an_offload_that_is_cut_off_loses_nothing(where, storage, error, monkeypatch):
-    """Wherever an exception ends it, a use of a param that has no memory is told, and reload() brings all back."""
+    """Wherever an exception interrupts offload(), using a param without memory raises an error, and reload() brings
+    everything back."""
     (model, optimizer), (other, plain) = stepped(), stepped()
     calls = []
 
@@ -333,7 +334,7 @@ def test_who_clips_without_hooks_or_before_the_last_pass_does_so():
     model, optimizer = made(max_grad_norm=None)
     hooks = optimizer.hook_gradients(micro_batches=2)
     backward(model)
-    assert nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 0.0  # these are gradients of half of a step
+    assert nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 0.0  # the gradients of the first of two micro-batches
     backward(model)
     optimizer.step()
     hooks.remove()

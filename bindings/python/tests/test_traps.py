@@ -1,5 +1,5 @@
-"""What uses params outside of their modules while a step still writes them: it waits, whatever it is. Results, and
-the bits of what is trained on, are those of steps that wait."""
+"""Any use of a param outside of its module, while a step still writes the param, waits for the step. Results, and
+the bits of the training, are those of steps that wait."""
 
 import concurrent.futures
 import contextlib
@@ -63,7 +63,7 @@ def pending(optimizer):
 
 
 def both_after(count, **options):
-    """A model with a step under way, and one that has made the same steps."""
+    """A model with a step under way, and a model that has completed the same steps."""
     module, optimizer, other, plain = pair(**options)
     for seed in range(count):
         step(module, optimizer, seed)
@@ -83,7 +83,7 @@ def go_on_and_compare(module, optimizer, other, plain):
 
 
 def comparable(result):
-    """What a use has returned, to be compared with ==."""
+    """The result of a use in a form that can be compared with ==."""
     if isinstance(result, torch.Tensor):
         return models.bits([result])
     if isinstance(result, nn.Module):
@@ -141,12 +141,12 @@ def in_inference_mode(w):
 
 def moved_to_shared_memory(w):
     pickled = multiprocessing.reduction.ForkingPickler.dumps(w)
-    assert w.is_shared()  # as torch sends any param, without a copy
+    assert w.is_shared()  # as with any param that torch sends to a process, without a copy
     return pickle.loads(pickled).detach().clone()
 
 
 class Own(nn.Parameter):
-    """A param whose class handles torch's functions by itself."""
+    """A param whose class handles torch's functions itself."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -226,7 +226,7 @@ def averaged_by_hand(module):
 
 
 def swapped(module):
-    """As callbacks do that evaluate an average: weights are exchanged, used, and exchanged again."""
+    """As callbacks do that evaluate an average: the weights are exchanged, used, and exchanged back."""
     average = [torch.full_like(param, 0.1) for param in module.parameters()]
     outputs = []
     for _ in range(2):
@@ -501,7 +501,7 @@ def test_a_forked_process_has_what_the_step_has_written():
     forked = multiprocessing.get_context("fork")
     receiving, sending = forked.Pipe(duplex=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork
+        warnings.simplefilter("ignore", DeprecationWarning)  # about a fork in a process with threads
         child = forked.Process(target=lambda: sending.send(models.bits(module.parameters())))
         child.start()
     assert receiving.poll(60)
@@ -559,7 +559,7 @@ def test_without_check_mode_nothing_is_told(monkeypatch, recwarn):
 
 
 class Average:
-    """An average of weights that a program keeps through its steps."""
+    """An average of the weights that a program updates after its steps."""
 
     def __init__(self, module):
         self.mean = [param.detach().clone() for param in module.parameters()]
@@ -581,7 +581,7 @@ def reloaded(module):
 
 
 def drawn_use(rng, module, optimizer, average):
-    """One of the things that programs and callbacks do between two steps."""
+    """Draws one of the uses that programs and callbacks make of params between two steps."""
     kind = rng.choice(["param", "param", "model", "model", "average", "optimizer", "thread"])
     if kind == "param":
         return READS[rng.choice(sorted(READS))](module[rng.randint(1, 3)].up.weight)
@@ -603,7 +603,8 @@ def drawn_use(rng, module, optimizer, average):
 
 
 def run_drawn_program(seed, overlaps, monkeypatch):
-    """Losses, what uses have got, and weights and state in the end; and how many steps were under way."""
+    """Returns the losses, the results of the uses, and the weights and the state at the end; and how many steps were
+    under way."""
     rng = random.Random(seed)
     models.watch_params(monkeypatch, rng.choice([True, False]))  # the same for both runs of a seed
     micro_batches = rng.choice([1, 1, 2, 3])
@@ -631,7 +632,7 @@ def run_drawn_program(seed, overlaps, monkeypatch):
         under_way += bool(pending(optimizer))
         if rng.random() < 0.8:
             optimizer.zero_grad()
-        # What is written after the last step is in no master yet, unless that step was skipped.
+        # Writes after the last step are not in the masters yet, unless that step was skipped.
         for _ in range(rng.choice([0, 1, 1, 2, 4]) if each < steps - 1 else 0):
             found.append(comparable(drawn_use(rng, module, optimizer, average)))
         optimizer.zero_grad()
@@ -673,8 +674,8 @@ def reduced(tensor):
 
 
 def trained_when_sharded(rank, use, overlap):
-    """What a use gets, and weights in the end, of a model that is evaluated before overlap(): its root is gathered
-    then."""
+    """The result of a use, and the weights at the end, of a model that is evaluated before overlap(). The evaluation
+    gathers the root module."""
     module = model()
     for block in module[1:]:
         fully_shard(block)
@@ -706,7 +707,7 @@ def test_uses_of_sharded_params_wait():
 
 
 def collectives(rank, world):
-    """Functions of torch.distributed that get a param itself."""
+    """Calls functions of torch.distributed with the param itself."""
     module, optimizer, other, plain = both_after(2)
     for collective in (dist.broadcast, dist.all_reduce):
         results = []

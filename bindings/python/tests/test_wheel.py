@@ -35,7 +35,7 @@ def pip(*arguments):
     subprocess.run(command, check=True, env=environment)
 
 
-# How pip makes it; or, in HYBRIDOPT_TEST_WHEEL, the one that scripts/wheel has made.
+# The wheel that pip makes, or the wheel that HYBRIDOPT_TEST_WHEEL names, which scripts/wheel has made.
 SHIPPED = os.environ.get("HYBRIDOPT_TEST_WHEEL")
 SETTINGS = {
     "around": [f"{name}={os.environ[name]}" for name in ("HYBRIDOPT_LIBRARY", "HYBRIDOPT_TOOL")],
@@ -60,8 +60,8 @@ def wheel(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory):
-    """An empty virtual environment with the wheel alone. torch, which takes minutes to install, is found where
-    the tests have it."""
+    """A virtual environment with only the wheel. It finds torch, which takes minutes to install, where the tests
+    have it."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     pip("--python", folder / "bin" / "python", "install", "--no-deps", "--no-index", wheel)
@@ -71,7 +71,7 @@ def environment(wheel, tmp_path_factory):
 
 
 def ran(folder, *command):
-    """What a command of that environment prints, with none of the tests' own variables."""
+    """The output of a command in that environment, without the environment variables of the tests."""
     run = subprocess.run(
         [f"bin/{command[0]}", *command[1:]],
         env={"PATH": f"{folder}/bin", "OMP_NUM_THREADS": "1"},
@@ -98,7 +98,7 @@ def test_holds_the_package_one_library_and_the_command(wheel):
 
 def test_holds_the_library_once(wheel):
     program = zipfile.ZipFile(wheel).read("hybridopt/bin/hybridopt")
-    assert b"\0libhybridopt.so.0.1\0" in program  # among the libraries that the loader opens for it
+    assert b"\0libhybridopt.so.0.1\0" in program  # one of the libraries that the loader opens for the program
 
 
 def test_holds_its_description_and_all_licenses(wheel):

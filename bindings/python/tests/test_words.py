@@ -1,4 +1,4 @@
-"""What the library says, in the words of this package: its error texts, and what it prints."""
+"""Texts of the library in the terms of this package: errors, and what it prints."""
 
 import json
 import os
@@ -16,10 +16,10 @@ from hybridopt.base import words
 from models import perceptron, run, set_gradients
 
 SOURCES = pathlib.Path(__file__).parents[3] / "src"
-# Names of the C ABI. They are no words of Python's, wherever they stand.
+# Names of the C ABI, which must not appear in any text of this package.
 OF_C = re.compile(r"OFFLOAD_\w+|\boffload_[a-z]+_\w+|\boffload_(?:params|grads|states)\b(?!=)|\boptions\.\w+|\bgroup\.\w+")
-# What only programs in C can do wrong: this package does not call these functions, or gives them nothing that a user
-# has chosen.
+# Errors that only C programs can cause: this package does not call these functions, or passes nothing to them that a
+# user has chosen.
 ONLY_IN_C = {
     "OFFLOAD_DEVICE_CUDA", "OFFLOAD_DEVICE_HOST", "OFFLOAD_DEVICE_SIM", "OFFLOAD_MASTER", "OFFLOAD_PLACE_AUTO",
     "OFFLOAD_ROUND_NEAREST", "OFFLOAD_ROUND_STOCHASTIC", "OFFLOAD_SHARD_RANGE", "OFFLOAD_STASH_KEEP", "OFFLOAD_STEP_FOLLOW_PARAMS",
@@ -30,21 +30,21 @@ ONLY_IN_C = {
 
 
 def texts_of(source):
-    """The string literals of a C++ source, with those joined that stand one behind the other."""
+    """The string literals of a C++ source; adjacent literals are joined."""
     code = re.sub(r"^\s*(//.*|#.*)$|extern \"C\"", "", source, flags=re.MULTILINE)
     for found in re.finditer(r'"(?:[^"\\\n]|\\.)*"(?:\s*(?:PRI\w+\s*)?"(?:[^"\\\n]|\\.)*")*', code):
         yield "".join(re.findall(r'"((?:[^"\\\n]|\\.)*)"', found[0]))
 
 
 def test_every_text_of_the_library_has_pythons_words():
-    """All texts in its sources, whether a test can provoke them or not."""
+    """Checks all texts in the library's sources, including those that no test can provoke."""
     sources = [path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h", ".inc")]
     texts = {text for path in sources for text in texts_of(path.read_text())}
     of_c = {text for text in texts if OF_C.search(text)}
     assert len(sources) > 100 and len(of_c) > 80
     left = {word for text in of_c for word in OF_C.findall(words.in_python(text))}
     assert left - ONLY_IN_C == set()
-    assert ONLY_IN_C - left == set()  # the list has nothing that is not needed
+    assert ONLY_IN_C - left == set()  # the list has no entry that is not needed
 
 
 def test_every_word_is_one_of_the_librarys():
@@ -222,7 +222,7 @@ PROVOKED = [
 
 @pytest.mark.parametrize("provoke", PROVOKED, ids=lambda provoke: provoke.__name__)
 def test_errors_have_pythons_words_and_are_raised_alone(provoke, tmp_path, capfd):
-    """What is raised is not printed too."""
+    """An error that is raised is not printed as well."""
     with pytest.raises(Exception) as raised:
         provoke(tmp_path)
     assert isinstance(raised.value, (abi.HybridoptError, ValueError)), raised.value
@@ -261,7 +261,7 @@ def test_a_save_that_fails_later_is_raised_once(tmp_path, capfd):
 
 
 def test_the_c_abi_keeps_its_own_words(tmp_path):
-    """Who uses it gives these names."""
+    """Users of hybridopt.abi use the names of the C ABI."""
     with abi.Context(threads=1) as context, pytest.raises(abi.InvalidArgumentError, match="options.algorithm is 77"):
         abi.Optimizer(context, algorithm=77)
 

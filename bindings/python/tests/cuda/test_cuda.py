@@ -27,7 +27,7 @@ def test_there_is_a_gpu():
 
 
 def pair(dtype, sizes=((70, 50), (3,), (2, 3, 4), (0, 2))):
-    """The same params on the CPU and on the GPU."""
+    """Makes the same params on the CPU and on the GPU."""
     on_cpu = [Parameter(torch.randn(size).to(dtype)) for size in sizes]
     return on_cpu, [Parameter(param.detach().cuda()) for param in on_cpu]
 
@@ -58,7 +58,7 @@ def test_same_bits_as_on_the_cpu(name, fraction, dtype):
     on_cpu, on_gpu = pair(dtype)
     cpu = ours(on_cpu, max_grad_norm=5.0, **arguments)
     gpu = ours(on_gpu, max_grad_norm=5.0, offload_fraction=fraction, **arguments)
-    for seed in range(12):  # more than can be queued
+    for seed in range(12):  # more steps than can be queued
         set_both(on_cpu, on_gpu, seed)
         if seed % 3 == 1:
             on_cpu[1].grad = on_gpu[1].grad = None
@@ -228,7 +228,7 @@ def test_split_masters_follow_what_others_write(fraction):
                 if seed == 1:
                     params[0][:40].fill_(0.25)
                 if seed == 2:
-                    params[0].data = params[0].data * 2  # never 0: a lower half below is NaN
+                    params[0].data = params[0].data * 2  # never 0, where a lower half below it would be a NaN
                 if seed == 3:
                     optimizer.state[params[0]]["master_low"].fill_(77)
                 if seed == 4:
@@ -416,7 +416,7 @@ def test_checkpoints_go_between_devices(fraction, tmp_path):
 
 
 def test_auto_takes_what_is_left_and_gives_it_back():
-    torch.cuda.reset_peak_memory_stats()  # what earlier tests needed at most
+    torch.cuda.reset_peak_memory_stats()  # discards the peak of earlier tests
     param = Parameter(torch.randn(1 << 24).cuda())
     twin = Parameter(param.detach().cpu())
     optimizer = hybridopt.AdamW([param], offload_fraction="auto", device_headroom=0.25)
@@ -445,7 +445,7 @@ def test_auto_takes_what_is_left_and_gives_it_back():
 
 
 def test_auto_takes_no_more_than_is_left():
-    torch.cuda.reset_peak_memory_stats()  # what earlier tests needed at most
+    torch.cuda.reset_peak_memory_stats()  # discards the peak of earlier tests
     param = Parameter(torch.randn(1 << 24).cuda())
     optimizer = hybridopt.AdamW([param], offload_fraction="auto", device_headroom=0.0)
     param.grad = torch.ones_like(param)
@@ -468,7 +468,7 @@ def test_auto_keeps_to_the_budget():
     plan = optimizer.plan()
     assert 0.9 * budget < plan.device_bytes <= budget
     assert 0 < plan.offload_fraction < 1
-    # A ring as large as an eighth of the budget would take the place of state.
+    # A ring of an eighth of the budget would take memory away from state.
     assert plan.device_ring_bytes <= budget // 8
 
 
@@ -540,7 +540,7 @@ def test_a_model_may_move_before_its_first_step():
 
 
 def test_memory_comes_back():
-    """Wants the GPU to itself: the driver does not say whose memory is taken."""
+    """Needs a GPU that nothing else uses, because the driver does not say which process took memory."""
     gc.collect()
     torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()

@@ -1,5 +1,5 @@
-"""Trainings with params on a GPU, one after the other in one process: of each nothing is left, neither on the device nor
-on the host."""
+"""Trainings with params on a GPU, one after the other in one process. Each leaves nothing behind, neither on the
+device nor on the host."""
 
 import functools
 

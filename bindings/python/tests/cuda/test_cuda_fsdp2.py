@@ -1,4 +1,5 @@
-"""FSDP2 on two GPUs: steps that go on beside the forward pass, losses and bits beside steps that wait."""
+"""FSDP2 on two GPUs, with steps that overlap with the forward pass: losses and bits are compared with steps that
+wait."""
 
 import copy
 import itertools
@@ -16,7 +17,7 @@ SMALL = {"master_layout": "split", "state_dtype": torch.bfloat16}
 
 
 def trained(whole, rank, overlapped, hooked, options):
-    """Losses, a rank's params, and norms, after six steps of which one is skipped."""
+    """Makes six steps, of which one is skipped. Returns the losses, this rank's params, and the norms."""
     from torch.distributed.fsdp import fully_shard
 
     module = copy.deepcopy(whole)

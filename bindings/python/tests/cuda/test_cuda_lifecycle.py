@@ -122,7 +122,7 @@ def model(dtype):
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_hooked_gradients_step_to_the_same_bits(fraction, dtype, micro_batches, accumulate):
     if accumulate and dtype == torch.bfloat16 and micro_batches > 1:
-        return  # added up in fp32 there, and by autograd in bf16
+        return  # the hooks add in fp32, but autograd adds in bf16
     module = model(dtype)
     other = copy.deepcopy(module)
     options = {"lr": 1e-2, "max_grad_norm": 0.5, "offload_fraction": fraction}
@@ -150,8 +150,8 @@ LAYOUTS = {"fp32": {}, "small": {"master_layout": "split", "state_dtype": torch.
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_early_updates_step_to_the_same_bits(layout, fraction, overlap):
-    """Some steps clip, one is skipped, the learning rate changes, and somebody writes params and looks into
-    state between backward pass and step."""
+    """Some steps clip, one is skipped, and the learning rate changes. Between a backward pass and its step, params
+    are written and state is read."""
     module = model(torch.bfloat16)
     other = copy.deepcopy(module)
     options = {"lr": 1e-2, "offload_fraction": fraction, "max_grad_norm": 1e9, **LAYOUTS[layout]}
@@ -167,7 +167,7 @@ def test_early_updates_step_to_the_same_bits(layout, fraction, overlap):
             optimizer.max_grad_norm = 1e-3 if step in (9, 10, 30) else 1e9
             loss = each(inputs).float().square().mean()
             (loss * float("inf") if step == 20 else loss).backward()
-        early._engine.wait()  # the workers have begun at least
+        early._engine.wait()  # the workers have at least begun
         for each, optimizer in both:
             if step == 15:
                 optimizer.param_groups[0]["lr"] = 1e-3
@@ -226,7 +226,7 @@ def test_helpers_that_bring_state_to_the_gpu_leave_it_where_it_is(fraction):
 
 
 def test_copies_of_params_are_not_disturbed():
-    """Params in one buffer, with something between them."""
+    """The params are in one buffer, with other data between them."""
     buffer = torch.arange(20, dtype=torch.float32, device="cuda")
     params = [nn.Parameter(buffer[2:7]), nn.Parameter(buffer[9:15])]
     on_cpu = [nn.Parameter(param.detach().cpu()) for param in params]

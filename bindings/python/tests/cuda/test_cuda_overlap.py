@@ -1,5 +1,5 @@
-"""Steps that go on beside the forward pass, with params on a GPU: losses and bits are those of steps that wait, in
-check mode, where a use of a param that its module has not waited for is an error here."""
+"""Steps that overlap with the forward pass, with params on a GPU. Losses and bits are those of steps that wait. The
+tests use check mode, where it is an error to use a param for which its module has not waited."""
 
 import copy
 
@@ -25,7 +25,7 @@ def check_mode(monkeypatch):
 
 
 class Model(nn.Module):
-    """Wide enough that a step takes longer than the host needs to queue a forward pass."""
+    """A model so wide that a step takes longer than the host needs to queue a forward pass."""
 
     def __init__(self, width=512):
         super().__init__()
@@ -58,7 +58,7 @@ def train(module, optimizer, steps, micro_batches=2):
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        # What frees and takes memory again must not take that of gradients which a step still reads.
+        # Memory that is freed and allocated again here must not be that of gradients which a step still reads.
         torch.full((1 << 22,), torch.nan, device="cuda")
     return torch.stack(losses)
 
@@ -127,7 +127,7 @@ def test_who_reads_params_waits(fraction):
 @every_fraction
 @pytest.mark.parametrize("trains_on, reads_on", [(None, None), (None, "side"), ("side", None), ("side", "other")])
 def test_averages_of_weights_on_any_stream(monkeypatch, trains_on, reads_on, fraction):
-    """Nothing orders the two streams but what is waited for."""
+    """Only the waits under test order the two streams."""
     monkeypatch.setenv("HYBRIDOPT_CHECK_OVERLAP", "0")
     streams = {None: torch.cuda.default_stream(), "side": torch.cuda.Stream(), "other": torch.cuda.Stream()}
     found = []
@@ -143,7 +143,7 @@ def test_averages_of_weights_on_any_stream(monkeypatch, trains_on, reads_on, fra
                 losses.append(train(module, optimizer, 1, 1))
             with torch.cuda.stream(streams[reads_on]), torch.no_grad():
                 torch._foreach_lerp_(average, list(module.parameters()), 0.3)
-                streams[reads_on].synchronize()  # before params are written again
+                streams[reads_on].synchronize()  # waits before params are written again
         torch.cuda.synchronize()
         optimizer.synchronize()
         found.append(bits(tensor.cpu() for tensor in (*losses, *average, *module.parameters())))
@@ -151,7 +151,7 @@ def test_averages_of_weights_on_any_stream(monkeypatch, trains_on, reads_on, fra
 
 
 def test_gradients_on_another_stream_are_not_used_again_too_early():
-    """Gradients belong to the stream that backward ran on, and are freed on another one."""
+    """The gradients belong to the stream of the backward pass, and are freed on another stream."""
     module, other = models_of(torch.float32)
     optimizer = hybridopt.AdamW(module.named_parameters(), lr=1e-2, overlap=module)
     plain = hybridopt.AdamW(other.named_parameters(), lr=1e-2)

@@ -1,5 +1,5 @@
-"""Activations that are put aside while a GPU computes: losses and gradients have the bits of training without a stash,
-the next user of the freed memory; the peak is lower; nothing is left behind."""
+"""Activations that are put aside while a GPU computes. Losses and gradients have the bits of training without a
+stash, even though another user overwrites the freed memory. The peak is lower, and nothing is left behind."""
 
 import contextlib
 import copy
@@ -21,7 +21,7 @@ GIB = 1 << 30
 def deterministic(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Else every torch.empty() is filled, and memory that is used too early looks the same each time.
+    # Otherwise every torch.empty() is filled, and memory that is used too early has the same content each time.
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
     yield
@@ -34,7 +34,7 @@ class Spoiling:
 
 
 def spoil():
-    """Takes the memory that is free now, as the next layer does, and leaves NaNs."""
+    """Allocates the free memory, as the next layer does, and fills it with NaNs."""
     for shift in (20, 22, 24) if Spoiling.is_on else ():
         torch.full((1 << shift,), torch.nan, device="cuda")
 
