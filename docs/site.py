@@ -97,14 +97,16 @@ def on_page_markdown(markdown, page, config, files):
 def as_mkdocs_reads_it(text, to_root):
     """On GitHub two spaces stand for a level of a list, and a list may follow a paragraph without an empty line. Names of
     pages become links."""
-    lines, fence, in_list, extra = [], None, False, 0
+    lines, fence, in_list, paragraph, extra = [], None, False, False, 0
     for line in text.split("\n"):
         indent = len(line) - len(line.lstrip(" "))
         mark = FENCE.match(line)
         if fence is None and line.strip():
             item = ITEM.match(line)
-            if item and not in_list and lines and lines[-1].strip():
+            if item and (not in_list or paragraph) and lines and lines[-1].strip():
                 lines.append("")
+            # A second paragraph of an item, which the next item would continue.
+            paragraph = not item and in_list and indent > 0 and (paragraph or not lines[-1].strip())
             in_list = bool(item) or (in_list and (indent > 0 or bool(lines[-1].strip())))
             extra = (indent + 1) // 2 * 4 - indent if in_list else 0
         if mark and (fence is None or mark[1] == fence):
