@@ -49,6 +49,12 @@ struct DoctorOptions {
   uint64_t memory_bytes = 0;  // the memory limit; 0: an eighth of what is available
 };
 
+struct BenchOptions {
+  std::string device;         // as for doctor
+  uint64_t memory_bytes = 0;  // as for doctor
+  double seconds = 30;        // the time limit, about; each row has at least three rounds
+};
+
 struct PlanOptions {
   std::string model;    // a number, a name or a path
   uint32_t gpus = 1;    // that share all of it
@@ -80,6 +86,7 @@ struct Report {
 
 Result<Report> Info();
 Result<Report> Doctor(const DoctorOptions& options);
+Result<Report> Bench(const BenchOptions& options);
 Result<Report> Plan(const PlanOptions& options);
 Result<Report> List(const ListOptions& options);
 Result<Report> Newest(const NewestOptions& options);

@@ -1,7 +1,6 @@
 #include <sys/resource.h>
 
 #include <algorithm>
-#include <cinttypes>
 #include <sstream>
 
 #include "base/files.h"
@@ -17,11 +16,6 @@
 namespace tool {
 namespace {
 
-constexpr uint64_t kGiB = uint64_t{1} << 30;
-constexpr uint64_t kElementsUnit = uint64_t{1} << 20;
-constexpr uint64_t kElementsMost = uint64_t{256} << 20;
-constexpr uint64_t kMemoryMost = 4 * kGiB;      // unless an option says more
-constexpr uint64_t kSimMemoryBytes = 8 * kGiB;  // pages are taken when something is stored
 // A link below this rate counts as slow; most machines that train models have a faster one.
 constexpr double kSlowLink = 10e9;
 constexpr double kSlowDisk = 0.5e9;
@@ -241,11 +235,6 @@ void MeasureDiskAt(const Context& host, const DoctorOptions& options, uint64_t e
 
 // ------------------------------------------------------------------------------------- devices --
 
-Result<std::unique_ptr<Context>> OpenDevice(const DoctorOptions& options) {
-  if (options.device == "sim") return MakeContext(OFFLOAD_DEVICE_SIM, kSimMemoryBytes);
-  return MakeContext(OFFLOAD_DEVICE_CUDA);
-}
-
 void LookAtDevice(const bench::Machine& machine, const offload_context_info_t& info,
                   Findings& findings) {
   const bool is_gpu = info.device_kind == OFFLOAD_DEVICE_CUDA;
@@ -262,17 +251,11 @@ void LookAtDevice(const bench::Machine& machine, const offload_context_info_t& i
                      {"memory_free_bytes", info.device_memory_free_bytes}};
 }
 
-struct Sizes {
-  uint64_t elements = 0;      // of the param that is trained
-  uint64_t memory_bytes = 0;  // of the other measurements
-  uint64_t pinned_bytes = 0;  // the largest size that is tried
-};
-
 // All measurements that need the device. A missing GPU is a line of the output too.
 Status MeasureDevice(const DoctorOptions& options, const bench::Machine& machine,
                      const Sizes& sizes, StageLine& stage, Findings& findings) {
   if (options.device == "none") return {};
-  const Result<std::unique_ptr<Context>> opened = OpenDevice(options);
+  const Result<std::unique_ptr<Context>> opened = OpenDevice(options.device);
   if (!opened.ok()) {
     if (!options.device.empty()) return opened.status();
     findings.Mend("GPU", "none: " + opened.status().message(),
@@ -294,23 +277,6 @@ Status MeasureDevice(const DoctorOptions& options, const bench::Machine& machine
   const uint64_t most = info.device_memory_free_bytes / (2 * kTrainingBytes);
   AddUpdates(context, executors, "step", std::min(sizes.elements, most), findings);
   return {};
-}
-
-Result<Sizes> SizesOf(const DoctorOptions& options) {
-  const uint64_t available = hybridopt::system::AvailableBytes();
-  if (options.memory_bytes > available ||
-      (options.memory_bytes != 0 && options.memory_bytes < kTrainingBytes * kElementsUnit))
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "--memory is %" PRIu64 " bytes, expected %s to %s, which are available",
-                         options.memory_bytes, SizeText(kTrainingBytes * kElementsUnit).c_str(),
-                         SizeText(available).c_str());
-  Sizes sizes;
-  sizes.memory_bytes = options.memory_bytes;
-  if (sizes.memory_bytes == 0) sizes.memory_bytes = std::min(available / 8, kMemoryMost);
-  sizes.elements = sizes.memory_bytes / kTrainingBytes / kElementsUnit * kElementsUnit;
-  sizes.elements = std::clamp(sizes.elements, kElementsUnit, kElementsMost);
-  sizes.pinned_bytes = options.memory_bytes != 0 ? options.memory_bytes : available / 2;
-  return sizes;
 }
 
 Status CheckDirectory(const std::string& directory) {
@@ -361,7 +327,7 @@ Json JsonOf(const Findings& findings, const bench::Machine& machine, const Sizes
 Result<Report> Doctor(const DoctorOptions& options) {
   const int64_t begin_ns = hybridopt::system::NowNs();
   HYBRIDOPT_TRY(CheckDirectory(options.directory));
-  HYBRIDOPT_ASSIGN(const Sizes sizes, SizesOf(options));
+  HYBRIDOPT_ASSIGN(const Sizes sizes, SizesOf(options.memory_bytes));
   const bench::Machine machine = bench::DescribeMachine();
   HYBRIDOPT_ASSIGN(const auto host, MakeContext(OFFLOAD_DEVICE_HOST));
   HYBRIDOPT_ASSIGN(const offload_context_info_t info, InfoOf(*host));

@@ -93,6 +93,22 @@ void AddDoctor(CLI::App& app, Request& request) {
           "is available to see how much can be pinned");
 }
 
+void AddBench(CLI::App& app, Request& request) {
+  const auto options = std::make_shared<BenchOptions>();
+  CLI::App* const bench =
+      AddCommand(app, request, "bench", "measures steps against what memory and link allow here",
+                 [options] { return Bench(*options); });
+  bench
+      ->add_option("--device", options->device,
+                   "else the GPU where there is one; sim shows only that it works")
+      ->check(CLI::IsMember({"cuda", "sim", "none"}));
+  AddSize(bench, "--memory", options->memory_bytes,
+          "the most to take; else an eighth of what is available, at most 4 GiB");
+  bench->add_option("--seconds", options->seconds, "how long, about")
+      ->check(CLI::Range(0.0, 3600.0))
+      ->capture_default_str();
+}
+
 void AddPlan(CLI::App& app, Request& request) {
   const auto options = std::make_shared<PlanOptions>();
   CLI::App* const plan =
@@ -221,6 +237,7 @@ int Main(int argc, char** argv) {
   Request request;
   AddCommand(app, request, "info", "tells of this library, this machine and its GPU", Info);
   AddDoctor(app, request);
+  AddBench(app, request);
   AddPlan(app, request);
   AddCheckpointCommands(app, request);
   const std::string wrong =

@@ -1,11 +1,13 @@
 #include "measure.h"
 
 #include <algorithm>
+#include <cinttypes>
 #include <cstring>
 #include <filesystem>
 
 #include "base/files.h"
 #include "machine/stopwatch.h"
+#include "text.h"
 
 namespace tool {
 namespace {
@@ -14,6 +16,11 @@ using hybridopt::Arena;
 using hybridopt::SecondsSince;
 using hybridopt::system::NowNs;
 
+constexpr uint64_t kGiB = uint64_t{1} << 30;
+constexpr uint64_t kElementsUnit = uint64_t{1} << 20;
+constexpr uint64_t kElementsMost = uint64_t{256} << 20;
+constexpr uint64_t kMemoryMost = 4 * kGiB;      // unless an option says more
+constexpr uint64_t kSimMemoryBytes = 8 * kGiB;  // pages are taken when something is stored
 constexpr uint64_t kGrainBytes = 4096;
 constexpr uint64_t kPieceBytes = uint64_t{16} << 20;
 
@@ -49,6 +56,27 @@ Result<std::unique_ptr<Context>> MakeContext(int32_t device_kind, uint64_t sim_m
   auto context = std::make_unique<Context>();
   HYBRIDOPT_TRY(context->Create(options));
   return context;
+}
+
+Result<std::unique_ptr<Context>> OpenDevice(const std::string& device) {
+  if (device == "sim") return MakeContext(OFFLOAD_DEVICE_SIM, kSimMemoryBytes);
+  return MakeContext(OFFLOAD_DEVICE_CUDA);
+}
+
+Result<Sizes> SizesOf(uint64_t memory_bytes) {
+  const uint64_t available = hybridopt::system::AvailableBytes();
+  if (memory_bytes > available ||
+      (memory_bytes != 0 && memory_bytes < kTrainingBytes * kElementsUnit))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "--memory is %" PRIu64 " bytes, expected %s to %s, which are available",
+                         memory_bytes, SizeText(kTrainingBytes * kElementsUnit).c_str(),
+                         SizeText(available).c_str());
+  Sizes sizes;
+  sizes.memory_bytes = memory_bytes != 0 ? memory_bytes : std::min(available / 8, kMemoryMost);
+  sizes.elements = sizes.memory_bytes / kTrainingBytes / kElementsUnit * kElementsUnit;
+  sizes.elements = std::clamp(sizes.elements, kElementsUnit, kElementsMost);
+  sizes.pinned_bytes = memory_bytes != 0 ? memory_bytes : available / 2;
+  return sizes;
 }
 
 Result<offload_context_info_t> InfoOf(const Context& context) {
@@ -163,6 +191,12 @@ Result<double> SmallTraining::MedianStep() {
     seconds.push_back(step);
   }
   return MedianOf(std::move(seconds));
+}
+
+Result<offload_step_result_t> SmallTraining::LastResult() const {
+  auto result = offload_init<offload_step_result_t>();
+  HYBRIDOPT_TRY(StatusOf(offload_optimizer_step_result(optimizer_->get(), 0, &result)));
+  return result;
 }
 
 Status SmallTraining::Save(const std::string& path) {

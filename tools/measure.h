@@ -51,8 +51,19 @@ inline constexpr Executor kExecutors[] = {
 // The host memory of each element: gradient, param and state in fp32.
 inline constexpr uint64_t kTrainingBytes = 16;
 
+// How much is measured.
+struct Sizes {
+  uint64_t elements = 0;      // of the param that is trained
+  uint64_t memory_bytes = 0;  // of the other measurements
+  uint64_t pinned_bytes = 0;  // the largest size that is tried
+};
+// `memory_bytes` is the limit that --memory gives; 0: an eighth of what is available.
+Result<Sizes> SizesOf(uint64_t memory_bytes);
+
 // A context that writes nothing to standard error.
 Result<std::unique_ptr<Context>> MakeContext(int32_t device_kind, uint64_t sim_memory_bytes = 0);
+// The device that --device names; the GPU if the name is empty.
+Result<std::unique_ptr<Context>> OpenDevice(const std::string& device);
 Result<offload_context_info_t> InfoOf(const Context& context);
 
 double MedianOf(std::vector<double> values);
@@ -83,6 +94,8 @@ class SmallTraining {
   Result<double> Step(uint32_t flags);
   // The median duration of several steps that check their gradients; takes about a second.
   Result<double> MedianStep();
+  // What the last step did.
+  Result<offload_step_result_t> LastResult() const;
   Status Save(const std::string& path);
   ~SmallTraining();
 
