@@ -1,5 +1,5 @@
-"""What forms.py says of its codes, checked on any device. Each check yields sentences about what is wrong;
-bench/few_bytes.py --check runs them all."""
+"""Checks, on any device, that the codes are as forms.py describes them. Each check yields sentences about what is
+wrong; bench/few_bytes.py --check runs them all."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BETAS = (0.9, 0.95)
 
 
 def samples(moments: Moments, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Moments over 40 octaves, ratios up to the bound, and the bound. Each tenth number never had a gradient, nor had
-    the last group."""
+    """Moments over 40 octaves, ratios up to the bound, and the bound. Every tenth element and the whole last group
+    have never had a gradient."""
     generator = torch.Generator().manual_seed(1)
     form = Form(0, moments)
     bound = ratio_bound(*BETAS, form)
@@ -45,7 +45,8 @@ def decoded_once(
 
 
 def bounded_errors(moments: RatioLog, device: torch.device) -> Iterator[str]:
-    """exp_avg_sq to the next place of the lattice, within the range; exp_avg to the next code of its ratio."""
+    """The error of exp_avg_sq is at most one place of the lattice, within the range; that of exp_avg is at most one
+    code of its ratio."""
     first, second, bound = samples(moments, device)
     code = 2 ** (1 / moments.octave) - 1
     for draws, part in ((draws_of(second, 1), 1.0), (None, 0.5)):
@@ -78,7 +79,7 @@ def zeros_stay(moments: RatioLog, device: torch.device) -> Iterator[str]:
 
 
 def unbiased(moments: Moments, device: torch.device) -> Iterator[str]:
-    """The mean over many draws and all numbers, each over its size, is off by less than five standard errors."""
+    """The mean error over many draws and all numbers, each relative to its size, is less than five standard errors."""
     first, second, bound = samples(moments, device)
     inside = (second > second.amax(2, keepdim=True) * 2.0**-15) & (second > 2.0**-44)
     count = 64
@@ -96,7 +97,7 @@ def unbiased(moments: Moments, device: torch.device) -> Iterator[str]:
 
 
 def monotone(moments: Moments, device: torch.device) -> Iterator[str]:
-    """A larger number never has a smaller code, to nearest, beside the same neighbours."""
+    """With rounding to nearest, a larger number never has a smaller code among the same neighbours."""
     bound = torch.tensor(ratio_bound(*BETAS, Form(0, moments)), device=device)
     x = torch.linspace(-1, 1, 1 << 14, device=device)
     whole = torch.ones(len(x), moments.group, device=device)
@@ -112,7 +113,7 @@ def monotone(moments: Moments, device: torch.device) -> Iterator[str]:
 
 
 def every_code(moments: Moments, device: torch.device) -> list[Tensor]:
-    """Every code of each moment with every scale, as far as encode makes such groups: the largest exp_avg_sq of a
+    """Every code of each moment with every scale, but only groups that encode can make: the largest exp_avg_sq of a
     group lies in the octave below its scale."""
     group = moments.group
     if isinstance(moments, Bf16):
@@ -142,8 +143,9 @@ def every_code(moments: Moments, device: torch.device) -> list[Tensor]:
 
 
 def comes_back(moments: Moments, device: torch.device) -> Iterator[str]:
-    """encode(decode(code)) == code, to nearest, for every code and scale: then a checkpoint may hold fp32 numbers. At
-    random a ratio comes back but for one draw in some 2^16, as its quotient is off by rounding errors of fp32."""
+    """With rounding to nearest, encode(decode(code)) == code for every code and scale, so a checkpoint may hold fp32
+    numbers. With random rounding a ratio becomes another code for about one draw in 2^16, because fp32 rounding
+    makes its quotient inexact."""
     moments.new(torch.Size((1, 1, moments.group)), device)  # the lattice on this device
     bound = torch.tensor(ratio_bound(*BETAS, Form(0, moments)), device=device)
     stored = every_code(moments, device)
@@ -170,8 +172,8 @@ def short_masters(device: torch.device) -> Iterator[str]:
 
 
 def compiled_agrees(form: Form, device: torch.device) -> Iterator[str]:
-    """The update as torch.compile makes it against the eager one: all but few codes, as a fused multiplication and
-    addition rounds once."""
+    """The update compiled by torch.compile, compared with the eager one: all but a few codes agree; a fused
+    multiplication and addition rounds only once."""
     states = []
     for run in (update, torch.compile(update, dynamic=False)):
         generator = torch.Generator().manual_seed(5)
@@ -202,9 +204,9 @@ def check_codes(device: torch.device, compiled: bool) -> bool:
         if not isinstance(moments, SoftsignRoot) and getattr(moments, "exact", "number") == "number":
             wrong += unbiased(moments, device)
         wrong += monotone(moments, device)
-        if type(moments) in (Bf16, RatioLog, SoftsignRoot):  # the others are made of these
+        if type(moments) in (Bf16, RatioLog, SoftsignRoot):  # the other forms consist of these
             wrong += comes_back(moments, device)
-        if compiled and name == THREE_BYTES:  # as one form takes seconds
+        if compiled and name == THREE_BYTES:  # only one form, because each takes seconds to compile
             wrong += compiled_agrees(form, device)
         print(f"{name}: {'; '.join(wrong) or 'good'}", flush=True)
         good &= not wrong

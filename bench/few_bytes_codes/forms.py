@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
-GRAINS = 65536.0  # of a probability
-NEAREST = GRAINS / 2  # a draw that makes 'at random' 'to nearest'
+GRAINS = 65536.0  # units of a probability
+NEAREST = GRAINS / 2  # with this draw, random rounding is rounding to nearest
 
 
 # ---------------------------------------------------------------------------------- random bits --
@@ -48,19 +48,19 @@ def mix(x: int) -> int:
 
 
 def step_key(seed: int, step: int) -> list[int]:
-    """Both halves of the key of a step, as signed numbers of 32 bits."""
+    """Both halves of the key of a step, as signed 32-bit numbers."""
     key = mix(mix(seed + GOLDEN) + step * GOLDEN)
     return [half - (half >> 31 << 32) for half in (key & 0xFFFFFFFF, key >> 32)]
 
 
 def shifted(x: Tensor, bits: int) -> Tensor:
-    """x >> bits of 32 bits without a sign."""
+    """x >> bits, with x as an unsigned 32-bit number."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 
 @dataclasses.dataclass
 class Draws:
-    """Random numbers of each element: 16 bits for each moment, 8 for the master. As docs/NUMERICS.md has them."""
+    """Random numbers for each element: 16 bits for each moment, 8 for the master, as docs/NUMERICS.md defines them."""
 
     first: Tensor
     second: Tensor
@@ -81,8 +81,8 @@ def draw(like: Tensor, keys: Tensor) -> Draws:
 
 
 def goes_up(part: Tensor, whole: Tensor | float, random: Tensor | None) -> Tensor:
-    """True with the probability part / whole, or without random bits where that is above a half. The half grain keeps
-    probabilities that are 0 or 1 but for a rounding error where they are."""
+    """True with the probability part / whole; without random bits, true if that is above a half. Half a grain is
+    added, so that probabilities which differ from 0 or 1 only by a rounding error act as 0 or 1."""
     grains = NEAREST if random is None else random.float() + 0.5
     return part * GRAINS > grains * whole
 
@@ -91,7 +91,7 @@ def goes_up(part: Tensor, whole: Tensor | float, random: Tensor | None) -> Tenso
 
 
 class Moments(Protocol):
-    """How both moments are stored. Without random bits they are rounded to nearest."""
+    """A way to store both moments. Without random bits they are rounded to nearest."""
 
     group: int
 
@@ -133,16 +133,17 @@ FP32, BF16 = Fp32(), Bf16()
 
 
 class RatioLog:
-    """exp_avg as a ratio, exp_avg_sq as a logarithm, as this file's head says. Without groups the lowest code is
-    `lowest`, a power of two, and everything above the 255th saturates too. `exact` is what rounding at random keeps
-    in the mean: the number, or its logarithm, or one divided by its root, which is what the update uses."""
+    """exp_avg as a ratio and exp_avg_sq as a logarithm, as described at the top of this file. Without groups the
+    lowest code is `lowest`, a power of two, and everything above the 255th code saturates too. `exact` says whose
+    mean random rounding preserves: that of the number, of its logarithm, or of one divided by its root, which is
+    what the update uses."""
 
     def __init__(
         self, octave: int, group: int | None = 128, linear: bool = False, lowest: int = -45, exact: str = "number"
     ) -> None:
         self.octave, self.grouped, self.linear, self.exact = octave, group is not None, linear, exact
         self.group = group or 128
-        self.base = (lowest + 126) * octave  # the lattice number of code 1, without groups
+        self.base = (lowest + 126) * octave  # without groups, the lattice number of code 1
         numbers = [2.0 ** (n / octave - 126) for n in range(254 * octave)]
         self.on_host = torch.tensor([*numbers, math.inf])
         self.on_device: dict[torch.device, Tensor] = {}
@@ -183,7 +184,8 @@ class RatioLog:
         return [ratio, code.to(torch.uint8), *scales]
 
     def lattice_number(self, x: Tensor, lattice: Tensor, random: Tensor | None) -> Tensor:
-        """-1 for 0. A logarithm guesses, the lattice decides: devices need not agree on logarithms."""
+        """The number of x on the lattice, -1 for 0. The logarithm gives only a first guess, which is corrected with
+        the lattice, because devices compute different logarithms."""
         last = 254 * self.octave - 1
         positive = x.clamp(2.0**-126, torch.finfo(torch.float32).max)
         guess = ((positive.log2() + 126) * self.octave).int().clamp(0, last)
@@ -243,9 +245,9 @@ class Bf16Log(RatioLog):
 
 
 class SoftsignRoot:
-    """As FlashOptim has it: both moments are divided by the largest of 32, kept in fp16; exp_avg is stored in int8
-    behind 2x / (1 + |x|), the root of exp_avg_sq in uint8; both to nearest. The root has a 0 that small numbers
-    become: the reference that is known to be bad beside outliers."""
+    """The codes of FlashOptim. Both moments are divided by the largest of 32, which is kept in fp16. exp_avg is
+    stored in int8 after 2x / (1 + |x|), the root of exp_avg_sq in uint8; both are rounded to nearest. Small numbers
+    become a root of 0. This is the reference, known to be bad if there are outliers."""
 
     group = 32
 
@@ -272,11 +274,11 @@ class SoftsignRoot:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    bytes: float  # of state an element: moments and master
+    bytes: float  # of the state of an element: moments and master
     moments: Moments
     short_masters: bool = False
-    nudge: int = 0  # gradients are off by one part in a million; numbers from 1 differ by their random bits
-    misread: bool = False  # after betas have changed, ratios are decoded by the new bound
+    nudge: int = 0  # if not 0, gradients are off by one part in a million; each number has other random bits
+    misread: bool = False  # after a change of betas, ratios are decoded with the new bound
 
 
 TEN = RatioLog(10)
@@ -305,7 +307,7 @@ THREE_BYTES = "ratio, log 10 of 128, 24"
 
 
 def ratio_bound(beta1: float, beta2: float, form: Form) -> float:
-    """What no exp_avg exceeds in roots of exp_avg_sq, and half a code more."""
+    """The largest possible ratio of exp_avg to the root of exp_avg_sq, plus half a code."""
     bound = (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2))
     return bound * 2 ** (0.5 / form.moments.octave) if isinstance(form.moments, RatioLog) else bound
 
@@ -315,7 +317,7 @@ def ratio_bound(beta1: float, beta2: float, form: Form) -> float:
 
 @dataclasses.dataclass
 class Coefficients:
-    """Of one step, computed in double."""
+    """The coefficients of one step, computed in double."""
 
     lr: float
     beta1: float
@@ -325,7 +327,7 @@ class Coefficients:
     eps: float = 1e-8
 
     def row(self, form: Form, before: tuple[float, float]) -> list[float]:
-        """What `update` reads. `before` are the betas of the step before."""
+        """The row that `update` reads. `before` has the betas of the previous step."""
         now = ratio_bound(self.beta1, self.beta2, form)
         return [
             1 - self.beta1,
@@ -343,14 +345,15 @@ class Coefficients:
 
 @dataclasses.dataclass
 class State:
-    """Arrays of [runs, groups, elements of a group]. Codes are kept as codes; a master of 24 bits lies in fp32."""
+    """Arrays of the shape [runs, groups, elements of a group]. Codes are stored as codes; a 24-bit master is stored
+    in fp32."""
 
     master: Tensor
     moments: list[Tensor]
 
 
 def new_state(form: Form, master: Tensor) -> State:
-    """`master` is [runs, elements], where elements are a multiple of 128."""
+    """`master` has the shape [runs, elements], with a multiple of 128 elements."""
     grouped = master.view(len(master), -1, form.moments.group)
     return State(grouped, form.moments.new(grouped.shape, master.device))
 
@@ -363,10 +366,11 @@ def update(
     form: Form, master: Tensor, moments: list[Tensor], param: Tensor, grad: Tensor, factor: Tensor, row: Tensor,
     keys: Tensor,
 ) -> None:  # fmt: skip
-    """A step in place. `factor`, which clips, has one number a run; `row` is that of Coefficients, on the device."""
+    """Makes a step in place. `factor`, by which gradients are clipped, has one number for each run; `row` comes from
+    Coefficients and is on the device."""
     draws = draw(master, keys)
     grad = grad.float() * factor.view(-1, 1, 1)
-    # A draw of 16 bits as a number of mean 0 and deviation 1.
+    # Converts a draw of 16 bits to a number with mean 0 and deviation 1.
     grad = grad * (1 + row[9] * ((draws.second.float() - 32767.5) * (math.sqrt(12) / 65536)))
     first, second = form.moments.decode(moments, row[7])
     first = first + (grad - first) * row[0]
@@ -383,8 +387,9 @@ def update(
 
 
 def ends(form: Form, moments: list[Tensor]) -> list[float]:
-    """Shares of the elements that ever had a gradient: exp_avg at the end of its code, exp_avg_sq at the lowest code,
-    and, without groups, at the highest. It counts codes, so numbers that are there by right are in it too."""
+    """Fractions of the elements that have had a gradient: those with exp_avg at an end of its code, with exp_avg_sq
+    at the lowest code, and, without groups, at the highest. They count codes, so they include numbers that really
+    have these values."""
     if type(form.moments) is not RatioLog:
         return []
     alive = (moments[1] > 0).sum().clamp(min=1)

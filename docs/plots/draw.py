@@ -54,10 +54,10 @@ def planned(tool, *options):
 
 
 def memory(tool):
-    """A model of 8 billion params, with and without."""
+    """The memory of a model of 8 billion params, with and without offloading."""
     picture = Picture(760, 268, "Memory of a model of 8 billion params: all on the GPU, and with its state on the host")
     picture.text(8, 22, "8 billion params in bf16, AdamW: GiB without activations", bold=True)
-    scale = 3.3  # points a GiB
+    scale = 3.3  # points for each GiB
     rows = [
         ("all on the GPU", ["--offload-fraction", "0"]),
         ("offload_fraction=1.0", []),
@@ -86,7 +86,7 @@ def memory(tool):
 
 
 def state():
-    """Where the state of each element lies."""
+    """The place of the state of each element."""
     picture = Picture(760, 250, "The state of each param lies on the device or on the host; the fraction says how much")
     picture.text(8, 24, "GPU", bold=True)
     picture.text(8, 150, "host", bold=True)
@@ -125,7 +125,7 @@ def step():
 
 
 def phases():
-    """Who has the GPU in an RL cycle."""
+    """The users of the GPU in an RL cycle."""
     picture = Picture(760, 190, "In an RL cycle training and rollout have the GPU in turns")
     picture.text(84, 46, "GPU", "end", 13, bold=True)
     picture.text(84, 106, "host", "end", 13, bold=True)

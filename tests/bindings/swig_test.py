@@ -124,7 +124,7 @@ def test_errors():
 
 
 def test_device_and_log():
-    """Memory of the simulated device, and a log that Python hears from the library."""
+    """Memory of the simulated device, and log lines that Python gets from the library."""
     heard = []
     options = make(h.offload_context_options_t, device_kind=h.OFFLOAD_DEVICE_SIM)
     options.sim_pinned_bytes_max = 1

@@ -1,4 +1,4 @@
-"""What training_step.c does, for the Python bindings to do too: its inputs, and its output."""
+"""The inputs and the output of training_step.c, for the tests of the Python bindings, which make the same step."""
 
 import array
 import struct
@@ -19,7 +19,7 @@ def values(count, seed):
 
 
 def bf16(floats):
-    """The upper halves of the bits."""
+    """The upper halves of the fp32 bits."""
     return array.array("H", (bits >> 16 for bits in array.array("I", floats.tobytes())))
 
 
@@ -31,7 +31,7 @@ def hash_bytes(data, start=0xCBF29CE484222325):
 
 
 def summary(params, states, norm):
-    """What the C program prints."""
+    """The output of the C program."""
     bits = struct.unpack("=Q", struct.pack("=d", norm))[0]
     return f"params {params:016x}\nstates {states:016x}\nnorm {bits:016x}\n"
 

@@ -1,5 +1,4 @@
-"""The golden checkpoints, read by others' code: a reader written from the format page, and the stock
-safetensors package."""
+"""The golden checkpoints, read by other code: a reader written from the format page, and the safetensors package."""
 
 import os
 import pathlib

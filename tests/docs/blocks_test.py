@@ -1,5 +1,5 @@
-"""The blocks of Python in pages run as they are, and print what their comments say. The blocks of a page run one
-after the other, as one program, in an empty folder with the header in it.
+"""The Python blocks of pages run as they are, and print what their comments say. The blocks of a page run one after
+the other, as one program, in an empty folder that contains the header.
 
 Usage: blocks_test.py [--having WORD] PAGE..., from the source folder; --having leaves out blocks without the word
 """

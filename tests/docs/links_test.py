@@ -43,7 +43,7 @@ def broken_links(page):
 
 
 def broken_names(root, text):
-    """In comments a line's end, with the marks that begin the next one, may stand inside a name."""
+    """In comments a name may contain a line break and the comment marks after it."""
     text = re.sub(r"\n\s*(?://|\*|#)? ?", " ", text)
     for name, heading in re.findall(r'\bdocs/(\w+\.md)(?:, "([^"]+)")?', text):
         page = root / "docs" / name

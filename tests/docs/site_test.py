@@ -11,7 +11,7 @@ PAGES = {"index", "CONCEPTS", "examples", "guides/resume", "source/include/offlo
 
 
 class Page(html.parser.HTMLParser):
-    """What a page links to, loads and can be linked at."""
+    """The links of a page, the files that it loads, and its anchors."""
 
     def __init__(self, path):
         super().__init__()

@@ -1,6 +1,6 @@
-// The policy of examples/03_rl_cycle on a GPU, compared with the one on the CPU. The second product
-// on the CPU takes its errors in fp32; those of the GPU are rounded to bf16, half a unit in the
-// eighth bit.
+// The policy of examples/03_rl_cycle on a GPU, compared with the one on the CPU. For the second
+// product the CPU uses errors in fp32, but the GPU uses errors rounded to bf16, which differ by up
+// to half a unit in the eighth bit.
 #include "../../examples/03_rl_cycle/gpu_policy.h"
 
 #include <cuda_runtime_api.h>

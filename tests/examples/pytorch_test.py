@@ -1,4 +1,4 @@
-"""Runs examples/05_pytorch.py in its quick mode, in its ways. Usage: pytorch_test.py PATH"""
+"""Runs examples/05_pytorch.py in its quick mode, in each of its ways."""
 
 import argparse
 import importlib
@@ -43,13 +43,13 @@ with tempfile.TemporaryDirectory() as folder:
         assert re.search(rf"{name}: [1-9]\d* tokens/s; a step takes \d+\.\d ms \(median\)", output)
     assert re.search(r"^  update +\d+\.\d ms$", output, re.MULTILINE)
     assert matplotlib.image.imread(plot).shape[:2] == (600, 960)
-    # Gradients that have left during backward make the same steps, to the last digit shown.
+    # If gradients leave during the backward pass, the steps are the same, to the last digit shown.
     overlapped = run("--overlap")
     assert losses(overlapped, "hybridopt") == losses(output, "hybridopt")
     first, last = (float(losses(output, "hybridopt")[i]) for i in (0, -1))
     assert last < first - 0.5, (first, last)
 
-    # The preset for a model that is too large for its GPU keeps activations on the host: its losses are the same.
+    # The preset for a model that is too large for its GPU keeps activations on the host, and has the same losses.
     small_state = ("--dtype", "bfloat16", "--master-layout", "split", "--state-dtype", "bfloat16", "--overlap")
     short = ("--steps", "4", "--batch", "4")
     plain = run(*small_state, *short)
@@ -70,7 +70,7 @@ with tempfile.TemporaryDirectory() as folder:
     text = refused("--stash", "--stash-budget", "1000000")
     assert re.search(r"the host will hold 10240\d+\.\d MiB .*; choose a smaller model, --stash-budget or", text), text
 
-# What the preset is on a GPU, without memory.
+# The settings of the preset on a GPU, with plans that take no memory.
 with torch.device("meta"):
     model = train_gpt.Gpt(argparse.Namespace(**train_gpt.PRESETS["14g"]["cuda"]))
 assert sum(param.numel() for param in model.parameters()) == 14_060_747_008

@@ -8,7 +8,7 @@ namespace {
 
 // --------------------------------------------------------------------------------------- params --
 
-// Adds a good param, a bad one and a good one: all or none.
+// Adds a good param, a bad one and a good one in one call, which adds none of them.
 template <typename Edit>
 Row ParamRow(const char* name, int32_t status, std::vector<std::string> words, Edit&& edit) {
   words.push_back("params[1]");

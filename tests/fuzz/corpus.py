@@ -39,7 +39,7 @@ def read(target):
 
 
 def tar_of(cases):
-    """The same cases give the same bytes: sorted, and without times and owners."""
+    """An archive of the cases. The same cases give the same bytes: they are sorted, without times and owners."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
         for name, data in sorted(cases.items()):

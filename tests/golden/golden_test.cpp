@@ -211,7 +211,7 @@ TEST_P(GoldenTest, LoadsIntoAnOptimizerAndIsSavedAgain) {
       trainer.ExpectState(p, kind, masters_only && kind != OFFLOAD_STATE_MASTER, 41 + p);
     trainer.ExpectData(p);
   }
-  // What this release saves is what it has loaded.
+  // A save by this release contains exactly what it has loaded.
   const FakeRoot root;
   const std::string saved = root.path() + "/saved";
   ASSERT_EQ(trainer.Save(saved, masters_only ? OFFLOAD_SAVE_MASTERS_ONLY : 0), OFFLOAD_OK)

@@ -59,7 +59,7 @@ TEST(BrokenDevice, PoisonsWithTheCauseAndNothingHangs) {
   ASSERT_OFFLOAD_OK(offload_optimizer_get_stats(trainer.optimizer, &stats));
   EXPECT_EQ(stats.steps_applied, 2u);
 
-  // A new context says why it cannot be.
+  // Creating a new context fails and says why.
   auto context_options = Make<offload_context_options_t>();
   context_options.device_kind = OFFLOAD_DEVICE_CUDA;
   offload_context_t another = nullptr;

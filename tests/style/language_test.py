@@ -10,7 +10,7 @@ from pathlib import Path
 SKIPPED = re.compile(r"build|target|dist|__pycache__|results|\..*")
 ENDINGS = {".md", ".c", ".h", ".cpp", ".cu", ".inc", ".py", ".rs", ".sh", ".txt", ".cmake"}
 
-# Each: the pattern, what to write instead, a text that it must refuse and one that it must accept.
+# Each row: the pattern, what to write instead, a text that it must refuse and one that it must accept.
 PATTERNS = [
     (r"(?i)who(?:so)?m?ever", "name who it is", "whoever\nwaits is told", "each thread that waits is told"),
     (r"(?i)\bso (?:many|much)\b", "name the number", "a file of so many bytes", "a file of this size"),
@@ -33,7 +33,8 @@ def files_in(root):
 
 
 def flat(text):
-    """Lines joined, so that a phrase is seen across their ends. Marks of comments become spaces; no position moves."""
+    """The text with its lines joined, so that a phrase is found across line breaks. Comment marks become spaces; no
+    position moves."""
     return re.sub(r"\n[ \t]*(?://[/!]?|\*(?!/)|#|>)?", lambda match: " " * len(match.group()), text)
 
 

@@ -1,4 +1,4 @@
-"""What tests/style/shape_test.py asks of the source tree: one function a rule. Each yields pairs of a
+"""The rules of tests/style/shape_test.py for the source tree: one function for each rule. Each yields pairs of a
 key, by which an exception can name the violation, and a sentence that says what is wrong."""
 
 import ast
@@ -17,7 +17,7 @@ SKIPPED = re.compile(r"build|target|__pycache__|\..*")
 
 
 def files_in(root, endings=None, folder="."):
-    """Pairs of a name, which begins at the root, and a path; without endings, of every file."""
+    """Pairs of a name, relative to the root, and a path; without endings, of every file."""
     for parent, folders, names in os.walk(root / folder):
         here = Path(parent)
         folders[:] = sorted(each for each in folders if not SKIPPED.fullmatch(each))
@@ -30,8 +30,8 @@ def files_in(root, endings=None, folder="."):
 
 
 def folder_rows(text):
-    """What the tables of ARCHITECTURE.md say of each folder of src/ and of the Python package. A row without a
-    folder goes on with the one above."""
+    """The rows of the tables of ARCHITECTURE.md for each folder of src/ and of the Python package. A row without a
+    folder continues the row above."""
     rows, folder = {}, None
     for line in text.splitlines():
         cells = re.split(r"(?<!\\)\|", line)
@@ -73,7 +73,7 @@ def undocumented_files(root):
 
 # ------------------------------------------------------------------------------- short functions --
 
-# What must not be taken for code. Line ends stay, so that line numbers stay.
+# The parts that are not code. Line breaks stay, so that line numbers stay.
 CPP_NOISE = re.compile(
     r'//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|'
     r"(?<![0-9a-fA-F])'(?:\\.|[^'\\\n])+'|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*",
@@ -87,8 +87,8 @@ def blank(match):
 
 
 def cpp_functions(text):
-    """(name, lines) of each function that stands in a file, namespace or class. The text must be as
-    clang-format leaves it: a space before the brace of a body, none before that of an initializer."""
+    """(name, lines) of each function in a file, namespace or class. The text must be formatted by clang-format, with
+    a space before the brace of a body and none before that of an initializer."""
     code = CPP_NOISE.sub(blank, text)
     scopes, head, line, head_line = [], "", 1, 1
     for position, character in enumerate(code):
@@ -100,7 +100,7 @@ def cpp_functions(text):
                 scopes.append(("body", "", 0))
                 continue
             if position and not code[position - 1].isspace():
-                scopes.append(("body", None, 0))  # an initializer; the head goes on behind it
+                scopes.append(("body", None, 0))  # an initializer; the head continues after it
                 continue
             bare = re.sub(r"alignas\([^()]*\)|__attribute__\(\(.*?\)\)|\[\[.*?\]\]", "", head)
             bare = re.sub(r'^(?:\s|"")+', "", bare)
@@ -141,7 +141,8 @@ def python_functions(text):
 
 
 def rust_functions(text):
-    """As rustfmt leaves it: a function ends with the first brace that stands below its beginning."""
+    """The text must be formatted by rustfmt: a function ends with the first brace that has the indent of its
+    beginning."""
     lines = text.splitlines()
     for begin, line in enumerate(lines):
         match = re.match(r"( *)(?:[a-z]+(?:\([a-z]+\))? )*(?:extern \"C\" )?fn (\w+)", line)
@@ -168,7 +169,7 @@ def short_name(head):
 def long_functions(root):
     for name, path in files_in(root, SOURCE_ENDINGS):
         text = path.read_text()
-        if "do not edit" in text[:200]:  # a generator's
+        if "do not edit" in text[:200]:  # a generated file
             continue
         try:
             if path.suffix == ".py":
@@ -207,7 +208,7 @@ def broken_banners(root):
 
 
 def dead_headers(root):
-    """Headers that no file includes. What is installed is there for others."""
+    """Headers that no file includes. Installed headers are for users, so they do not count."""
     included = set()
     headers = []
     for name, path in files_in(root, CPP_ENDINGS):
@@ -328,15 +329,15 @@ def include_circles(root):
 
 
 def named_files(text):
-    """What is named like a file in the comments of C++."""
+    """The names of files in the comments of C++."""
     for line in text.splitlines():
         comment = line.partition("//")[2]
         yield from re.findall(r"(?<![\w./])[\w/]+\.(?:h|cpp|inc|cu|py|md|map)\b", comment)
 
 
 def missing_files(root):
-    """Files that a comment in src/ names and that are not there, nor among the system's headers that src/
-    includes."""
+    """Files that a comment in src/ names and that do not exist in the tree; system headers that src/ includes do not
+    count."""
     ends = set()
     for name, _ in files_in(root, CPP_ENDINGS | {".py", ".md", ".map"}):
         ends.update(name[at:] for at in (0, *(slash.end() for slash in re.finditer("/", name))))

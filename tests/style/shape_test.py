@@ -1,7 +1,6 @@
-"""The shape of the source tree: files that docs/ARCHITECTURE.md tells of, short functions, whole
-banners, no dead header, no comment that names a missing file, no full folder, no circle of includes
-or imports. What is not so yet stands in KNOWN; an entry that has become needless fails the test too,
-so that the list only gets shorter.
+"""The shape of the source tree: docs/ARCHITECTURE.md names every file, functions are short, banners fit a line,
+every header is included, comments name files that exist, no folder is full, includes and imports have no cycle.
+Exceptions stand in KNOWN. An entry that is not needed any more fails the test too, so the list can only get shorter.
 Usage: shape_test.py SOURCE_DIR"""
 
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import shape
 
-# By rule, the violations that are known.
+# The known violations, by rule.
 KNOWN = {}
 
 # ---------------------------------------------------------- trees that a rule must accept or refuse
@@ -21,7 +20,7 @@ ROW = "| | | |\n|---|---|---|\n| `src/base/` | `clock` tells the time; {} | `clo
 PYTHON_ROW = "| | | |\n|---|---|---|\n| `hybridopt/steps/` | steps | {} |\n"
 MODULES = {f"bindings/python/src/hybridopt/steps/{name}.py": "" for name in ("__init__", "step")}
 
-# Each: the rule, whether the tree is good, its files.
+# Each row: the rule, whether the tree is good, its files.
 TREES = [
     ("undocumented file", True, {"src/base/clock.h": "", "docs/ARCHITECTURE.md": ROW.format("")}),
     (

@@ -1,4 +1,4 @@
-"""Runs the command-line tool, which HYBRIDOPT_TOOL names, and says how it ended."""
+"""Runs the command-line tool that HYBRIDOPT_TOOL names, and checks how it ends."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def read_terminal(ours):
     while True:
         try:
             part = os.read(ours, 65536)
-        except OSError:  # the last writer has gone
+        except OSError:  # the last writer has closed the terminal
             break
         if not part:
             break
@@ -52,7 +52,7 @@ def read_terminal(ours):
 
 
 def on_a_terminal(*arguments):
-    """What the tool writes to a terminal, standard output apart."""
+    """The text that the tool writes to a terminal, and its standard output, which is no terminal."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [TOOL, *map(str, arguments)], stdout=subprocess.PIPE, stderr=theirs, text=True
@@ -66,7 +66,7 @@ def on_a_terminal(*arguments):
 
 
 def shown_by_a_terminal(*arguments, **options):
-    """What the tool writes to standard output, where that is a terminal."""
+    """The text that the tool writes to standard output if that is a terminal."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [TOOL, *map(str, arguments)], stdout=theirs, stderr=subprocess.DEVNULL, **options

@@ -1,5 +1,5 @@
 import pathlib
 import sys
 
-# The reader that was written from the format page alone judges what the tool writes.
+# The reader that was written only from the format page checks what the tool writes.
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "checkpoint"))

@@ -1,4 +1,4 @@
-"""hybridopt doctor: what it says of this machine. No figure is compared with a limit."""
+"""hybridopt doctor: its output on this machine. No figure is compared with a limit."""
 
 import json
 import os

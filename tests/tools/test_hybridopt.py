@@ -28,7 +28,7 @@ GOLDENS = sorted(path for path in GOLDEN.iterdir() if path.is_dir())
 TAIL = 28
 
 def with_fault(fault):
-    """The environment of a tool whose files do what faulty_files.c says."""
+    """The environment for a tool whose file operations fail as faulty_files.c describes."""
     preload = os.environ["HYBRIDOPT_FAULTY_FILES"]
     return {**os.environ, "LD_PRELOAD": preload, "HYBRIDOPT_TEST_FAULT": fault}
 
@@ -50,7 +50,7 @@ def flip(path, at):
 
 
 def edit_manifest(directory, edit):
-    """Changes a manifest and makes its hash right again."""
+    """Changes a manifest and corrects its hash."""
     path = directory / "manifest.json"
     manifest = json.loads(path.read_bytes())
     del manifest["xxh3"]
@@ -60,7 +60,7 @@ def edit_manifest(directory, edit):
 
 
 def drop_rank(directory, rank):
-    """What would be left if one rank's file had never been part of the checkpoint."""
+    """Makes the checkpoint as if one rank's file had never been part of it."""
 
     def edit(manifest):
         manifest["files"] = [file for file in manifest["files"] if file["rank"] != rank]
@@ -78,8 +78,8 @@ def drop_rank(directory, rank):
 
 @pytest.fixture
 def run(tmp_path):
-    """A directory with two good checkpoints, one that is damaged, an unfinished save and other things."""
-    for name in ("begin", "end", "wrong", ".step-44"):  # all of step 42
+    """A directory with two good checkpoints, a damaged one, an unfinished save and other things."""
+    for name in ("begin", "end", "wrong", ".step-44"):  # all are of step 42
         shutil.copytree(GOLDEN / "sgd-world3", tmp_path / "run" / name)
     (tmp_path / "run" / "wrong" / "manifest.json").write_text("{}")
     (tmp_path / "run" / "logs").mkdir()
@@ -165,7 +165,7 @@ def test_words_of_a_file_do_nothing_to_a_terminal(word, tmp_path):
 
     def edit(manifest):
         manifest["writer"] = manifest["layout"] = word
-        manifest["params"][2]["name"] = word  # the one without elements: no file has its name
+        manifest["params"][2]["name"] = word  # this param has no elements, so no file contains its name
 
     edit_manifest(directory, edit)
     text = succeed("inspect", directory)
@@ -308,7 +308,7 @@ def test_reshard_keeps_every_bit_and_deals_evenly(directory, world, tmp_path):
             assert max(everyone) - min(everyone) <= 1
         for shard in new["shards"]:
             assert shard["step_count"] == old["shards"][0]["step_count"]
-    # With one rank the tensors are whole, for any reader of safetensors.
+    # With one rank the tensors are whole, so any reader of safetensors can read them.
     if world == 1:
         arrays = load_file(out / "shard-00000-of-00001.safetensors")
         for param in after["params"]:
@@ -384,7 +384,7 @@ def limit_files_to_5000_bytes():
 
 
 def test_a_full_disk_leaves_nothing(sample, tmp_path):
-    # A limit on the size of files stands for the disk.
+    # A limit on the size of files stands for a full disk.
     for command in (["reshard", sample, tmp_path / "out", "--world", "1"],
                     ["export", sample, tmp_path / "out"]):
         refuse(FAILED, "File too large", *command, preexec_fn=limit_files_to_5000_bytes)
@@ -392,7 +392,7 @@ def test_a_full_disk_leaves_nothing(sample, tmp_path):
 
 
 def killed_by_a_file_of(limit):
-    """The system kills a process, at that very call, that makes a file larger than its limit."""
+    """The system kills a process in the call that would make a file larger than its limit."""
 
     def restrict():
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -412,7 +412,7 @@ def test_what_is_killed_has_no_name_and_is_removed_by_the_next(command, sample, 
     whole = tmp_path / "whole"
     succeed(command, sample, whole, *more)
     size = (whole / "shard-00001-of-00002.safetensors" if more else whole).stat().st_size
-    # Faults where the program takes room and where it writes the last bytes, of a reshard also in its second file.
+    # Faults where the program reserves room and where it writes the last bytes; for a reshard also in its second file.
     for limit in (0, 5000, size - 1):
         for left in [path for path in tmp_path.iterdir() if path.name.startswith(".")]:
             assert is_pending(left.name, "out")
@@ -425,7 +425,7 @@ def test_what_is_killed_has_no_name_and_is_removed_by_the_next(command, sample, 
 
 
 def test_an_export_removes_only_what_exports_make(sample, tmp_path):
-    """Something of another's that has a pending name stays."""
+    """A file that something else has given such a pending name stays."""
     left = tmp_path / ".out.saving-0123456789abcdef"
     left.mkdir()
     (left / "mine").write_text("bytes")
@@ -533,12 +533,12 @@ def test_what_is_in_the_way_is_told_before_anything_is_written(sample, tmp_path)
         text = f"OUT is '{out}/', expected the name of a file to make"
         refuse(USAGE, text, "export", sample, f"{out}/")
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    succeed("reshard", sample, f"{tmp_path}/new/", "--world", 2)  # it makes a directory
+    succeed("reshard", sample, f"{tmp_path}/new/", "--world", 2)  # reshard creates a directory
     succeed("verify", tmp_path / "new")
 
 
 def test_a_name_that_might_not_last_is_taken_back(sample, tmp_path):
-    """Once the file has its name, its folder cannot be synced."""
+    """After the file has got its name, the sync of its folder fails."""
     out = tmp_path / "out"
     failing = with_fault("sync")
     text = f"could not sync '{tmp_path}': Input/output error"
@@ -548,14 +548,14 @@ def test_a_name_that_might_not_last_is_taken_back(sample, tmp_path):
 
 
 def content_of(path):
-    """The bytes of each file."""
+    """The content of each file."""
     files = [path] if path.is_file() else sorted(path.iterdir())
     return [file.read_bytes() for file in files]
 
 
 @pytest.mark.parametrize("command, error", [("reshard", errno.ENOSPC), ("export", errno.EIO)])
 def test_every_call_that_fails_is_told_and_leaves_nothing(command, error, sample, tmp_path):
-    """The output is whole, or it is not there and the error tells the file."""
+    """The output is whole, or it does not exist and the error names the file."""
     more = ["--world", "2"] if command == "reshard" else []
     out = tmp_path / "out"
     arguments = [command, sample, out, *more]
@@ -579,9 +579,9 @@ def test_every_call_that_fails_is_told_and_leaves_nothing(command, error, sample
             assert "out" not in names, call
         assert all(name in ("out", "sample") or is_pending(name, "out") for name in names), (call, names)
     subprocess.run(["rm", "-rf", str(out)], check=True)
-    succeed(*arguments)  # removes what could not be removed
+    succeed(*arguments)  # removes what the failed calls could not remove
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "sample"]
-    # Only a lock, and what is removed at the end, is asked for without need.
+    # Only the lock and the removal at the end may fail without an error.
     assert told > 20 and survived <= 3, (told, survived)
 
 
@@ -617,7 +617,7 @@ def test_what_changes_after_it_was_verified_is_never_written(command, sample, tm
     for call in itertools.count(1):
         result = tool(*arguments, env=with_fault(f"read:{call}"))
         if result.returncode == DONE:
-            break  # this read never came: all of them have been tried
+            break  # there is no such read: all reads have been tried
         changed += "has changed since it was verified" in result.stderr
         assert result.returncode == BAD, result
         assert "block" in result.stderr or "manifest" in result.stderr or "header" in result.stderr
@@ -629,8 +629,8 @@ def test_what_changes_after_it_was_verified_is_never_written(command, sample, tm
 
 
 def peak_mib(*arguments):
-    """The tool's peak of resident memory, read every millisecond. The number of wait4 is of no use: it counts this
-    process too, from before the exec."""
+    """The tool's peak of resident memory, read every millisecond. The number that wait4 returns is of no use,
+    because it includes this process before the exec."""
     process = subprocess.Popen([TOOL, *map(str, arguments)], stdout=subprocess.DEVNULL)
     peaks = [0]
     while process.poll() is None:
@@ -649,7 +649,7 @@ def test_memory_is_bounded_whatever_the_size(tmp_path):
     assert 1 < peak_mib("verify", large) < 64
     assert 1 < peak_mib("reshard", large, tmp_path / "three", "--world", 3) < 64
     assert 1 < peak_mib("export", large, tmp_path / "out", "--dtype", "bf16") < 64
-    # Columns came together again.
+    # The columns were gathered again.
     whole = load_file(tmp_path / "out")["columns"]
     place = torch.arange(4_000_000, dtype=torch.float32).reshape(40_000, 100)
     assert torch.equal(whole, (4 + place / 4096).bfloat16())

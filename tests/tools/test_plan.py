@@ -18,13 +18,13 @@ GIB = 1 << 30
 
 
 def answer(*arguments, code=0):
-    """The JSON of a plan that ends with this code."""
+    """The JSON output of a plan that ends with this exit code."""
     result = tool("plan", *arguments, "--json")
     assert result.returncode == code and result.stderr == "", result
     return json.loads(result.stdout)
 
 
-STATE_BYTES = [  # of an element: master and moments
+STATE_BYTES = [  # bytes of master and moments for each element
     (["7e9"], 12),
     (["7e9", "--offload-fraction", "0.25"], 12),
     (["7B", "--small-state"], 6),
@@ -44,8 +44,8 @@ def test_plan_tells_state_and_rings(arguments, bytes_each):
     assert told["status"] == "OK"
     fraction = float(arguments[2]) if "--offload-fraction" in arguments else 1
     host = told["elements"] * fraction * bytes_each
-    # Beside the state there are the staging ring on the host, and on the device the ring of state that streams. The
-    # tables take 2 bytes of a thousand.
+    # In addition to the state there are the staging ring on the host and, on the device, the ring for state that
+    # streams. The tables take 0.2 %.
     assert host <= told["host_bytes"] <= host * 1.003 + 2**28
     on_device = told["elements"] * bytes_each - host
     assert on_device <= told["device_bytes"] - told["device_ring_bytes"] <= on_device * 1.003 + 2**25
@@ -129,7 +129,7 @@ def test_plan_of_a_training_on_this_machine():
     if told["device_available_bytes"] == 0:
         assert told["device_fits"] is None
         assert "there is no GPU here, --device-memory says how much another machine has" in succeed("plan", "1000")
-    # What a stash takes goes off what waits on the device, but no further than to 0.
+    # The stash reduces the activations on the device, but not below 0.
     all_gone = json.loads(succeed("plan", "1000", "--activations", "1MiB", "--stash", "2MiB", "--json"))
     assert all_gone["activations_on_device_bytes"] == 0 and all_gone["stash_bytes"] >= 2 << 20
 
@@ -155,7 +155,7 @@ def test_the_docs_show_what_plan_prints():
 
 # --- of which model ---
 
-# As their publishers count them.
+# The numbers of params that the publishers give.
 PARAMS = {
     "gpt2": 124_439_808,
     "gpt2-xl": 1_557_611_200,
@@ -268,7 +268,7 @@ def save_two(folder):
 def test_a_model_by_its_safetensors(tmp_path):
     index = save_two(tmp_path)
     assert answer(tmp_path / "model-1.safetensors", *ROOM)["elements"] == 12
-    save_file({"again": torch.zeros(12)}, tmp_path / "consolidated.safetensors")  # the index says which count
+    save_file({"again": torch.zeros(12)}, tmp_path / "consolidated.safetensors")  # the index says which files count
     for path in (index, tmp_path, f"{tmp_path}/"):
         assert answer(path, *ROOM)["elements"] == 17
     index.unlink()
@@ -332,7 +332,7 @@ def test_exact_state_comes_first():
     assert small["python"].endswith('master_layout="split", state_dtype="bf16")')
     text = succeed("plan", "14B", "--host-memory", "96GiB", "--device-memory", "60GiB")
     assert text.count("not on the host") == 2 and text.endswith(small["python"] + "\n")
-    # What the options say is not chosen anew.
+    # The plan keeps what the options set.
     given = answer("14B", *ROOM, "--master-layout", "split24", "--offload-fraction", "0.25")
     assert given["python"].endswith('offload_fraction=0.25, master_layout="split24")')
     assert [choice["offload_fraction"] for choice in given["choices"]] == [0.25]
@@ -383,7 +383,7 @@ optimizer.step()
 
 
 def machine_file(tmp_path, **changes):
-    """What doctor might have printed, with rates that are easy to compute with."""
+    """A possible output of doctor, with rates that are easy to compute with."""
     rates = {"host": 1e9, "cpu": 1e9, "streamed": 2e9, "both": 4e9, "device": 16e9}
     updates = [
         {"layout": layout, "executor": executor, "params_per_s": rate * 2**i}
@@ -415,7 +415,7 @@ def test_a_step_is_predicted_from_what_doctor_measured(tmp_path):
     assert re.search(r"\nfp32 state +0.5 .* 1.25 s  yes\n", text)
     measured = "predicted from the rates that doctor measured over 67,108,864 params on 2026-01-01 00:00 UTC"
     assert f"\nstep: {measured}; nothing was run\n" in text
-    # Options say more than the file.
+    # Options override the file.
     assert answer("8e9", "--machine", path, *ROOM)["device_available_bytes"] == 1024 * GIB
 
 

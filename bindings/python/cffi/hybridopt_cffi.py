@@ -10,7 +10,7 @@ import cffi
 
 
 def declarations(header):
-    """The part of the header that is plain C99, which cffi reads but for the export macro."""
+    """The part of the header that is plain C99. cffi can read it after the export macro is removed."""
     text = pathlib.Path(header).read_text(encoding="utf-8")
     plain = text.partition("/* begin-plain-c99 */")[2].partition("/* end-plain-c99 */")[0]
     if not plain:
@@ -42,7 +42,7 @@ def builder(name, header, **arguments):
 
 
 def check(ffi, lib, status):
-    """Raises what a status that is not OK stands for."""
+    """Raises an exception for a status that is not OK."""
     if status != lib.OFFLOAD_OK:
         name = ffi.string(lib.offload_status_name(status)).decode()
         text = ffi.string(lib.offload_last_error()).decode()
@@ -50,7 +50,7 @@ def check(ffi, lib, status):
 
 
 def struct(ffi, name, /, **fields):
-    """A struct of the library, ready to fill: struct_size set, everything else zero."""
+    """A struct of the library, ready to be filled in: struct_size is set, everything else is zero."""
     made = ffi.new(f"{name}*", fields)
     made.struct_size = ffi.sizeof(name)
     return made

@@ -40,7 +40,7 @@ def spoil():
 
 
 class Model(nn.Module):
-    """Layers of different sizes, so that each activation finds other free memory than the last one."""
+    """Layers of different sizes, so that each activation gets other free memory than the one before it."""
 
     def __init__(self, width=512, checkpoints=None):
         super().__init__()
@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 
 class Bits(list):
-    """Tensors on the CPU that are equal if all their bits are."""
+    """Tensors on the CPU, which compare equal if all their bits are equal."""
 
     def __init__(self, tensors):
         super().__init__(each.detach().cpu().reshape(-1).view(torch.uint8) for each in tensors)
@@ -143,7 +143,7 @@ def test_losses_and_gradients_keep_their_bits(options, wraps, dtype):
     assert train(model, each_pass) == train(other)
     assert is_empty(stash)
     assert stash.choice().forward_seconds > 0
-    if options.get("window_bytes") != GIB:  # where nothing has to leave, nobody sees how fast the link is
+    if options.get("window_bytes") != GIB:  # if nothing must leave, the speed of the link is not measured
         assert stash.choice().link.down > 1e8
 
 
@@ -163,7 +163,7 @@ def test_checkpoints(reentrant, is_inside):
 
 
 def test_backward_on_another_stream_and_forward_on_two():
-    """A layer on a stream of its own saves there, and its backward pass runs there."""
+    """A layer on a stream of its own saves tensors on that stream, and its backward pass runs on it."""
     model, other = pair()
     side = torch.cuda.Stream()
 
@@ -255,7 +255,7 @@ def test_weights_that_are_away_take_no_memory(monkeypatch):
     tokens = torch.randint(300, (8, 128), device="cuda")
 
     def allocated():
-        """What was asked for. What the allocator gives is up to 1 MiB more, another time less."""
+        """The requested bytes. The allocated bytes are up to 1 MiB more, and vary."""
         torch.cuda.synchronize()
         return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
@@ -272,7 +272,7 @@ def test_weights_that_are_away_take_no_memory(monkeypatch):
 
 
 def peak_of(model, each_pass, steps=6):
-    """Bytes above what is there before the forward pass, in the last of some iterations."""
+    """The peak in the last of some iterations, in bytes above the memory before the forward pass."""
     tokens = torch.randint(300, (32, 256), device="cuda")
     for _ in range(steps):
         model.zero_grad()
@@ -296,13 +296,13 @@ def test_the_peak_is_lower(monkeypatch):
         peak = peak_of(model, lambda stash=stash: stash)
         choice = stash.choice()
         assert choice.chosen_bytes >= 0.9 * fraction * choice.eligible_bytes > 0.4 * fraction * everything
-        # Another moment may have the peak then: that of a layer in the middle with its temporary tensors.
+        # The peak may then occur at another time: in a layer in the middle, with its temporary tensors.
         assert everything - peak >= 0.7 * choice.chosen_bytes - (32 << 20), (fraction, peak, everything)
         stash.close()
 
 
 def test_the_pass_that_measures_needs_less_than_no_stash(monkeypatch):
-    """A model that does not fit without a stash can begin."""
+    """So a model that does not fit without a stash can start."""
     monkeypatch.setattr(Spoiling, "is_on", False)
     model, other = pair()
     stash = stash_of()
@@ -356,7 +356,7 @@ def test_capture_is_refused():
 
 
 def test_beside_an_optimizer_that_steps_beside_the_forward_pass():
-    """Both use the link, and one context."""
+    """The optimizer and the stash share the link and a context."""
     model, other = pair()
     results = []
     for each, stash in ((model, stash_of(fraction=0.5)), (other, None)):

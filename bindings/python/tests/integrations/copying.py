@@ -1,11 +1,11 @@
-"""Lets `tensor.to(device)` copy on the CPU too, as between a GPU and the host. Not a test itself."""
+"""Makes `tensor.to(device)` copy on the CPU too, as it does between a GPU and the host. Not a test itself."""
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 
 class Copying(TorchFunctionMode):
-    """Every tensor that is brought to a device lies in other memory after it. `copies` counts them."""
+    """Every tensor that is moved to a device gets other memory. `copies` counts the moves."""
 
     def __init__(self):
         super().__init__()

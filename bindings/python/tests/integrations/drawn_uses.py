@@ -1,4 +1,4 @@
-"""What callbacks of frameworks do with a model's weights, drawn at random. Not a test itself."""
+"""Uses of a model's weights that callbacks of frameworks make, drawn at random. Not a test itself."""
 
 import copy
 import random
@@ -23,7 +23,7 @@ def averaged_by_hand(uses, model):
 
 
 def exchanged(uses, model):
-    """Weights are exchanged for others and back, as for an evaluation with an average."""
+    """Exchanges the weights for others and back, as an evaluation with an average does."""
     kept = [param.data.clone() for param in model.parameters()]
     for param in model.parameters():
         param.data.mul_(0.9)
@@ -59,13 +59,13 @@ USES = [
 
 
 class DrawnUses:
-    """Draws as many as its seed says, at each point where it is called, and keeps what they have got."""
+    """At each call, draws uses from a seed, makes them, and keeps their results."""
 
     def __init__(self, seed):
         self.rng = random.Random(seed)
         self.average = self.means = None
         self.found = []
-        self.under_way = 0  # how often a step was
+        self.under_way = 0  # how often a step was under way
 
     def draw(self, model, optimizer):
         engine = optimizer._engine

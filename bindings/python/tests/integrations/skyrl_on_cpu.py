@@ -1,4 +1,4 @@
-"""Lets SkyRL be imported without what it takes for GPUs, data sets and servers. Not a test itself."""
+"""Makes SkyRL importable without its packages for GPUs, data sets and servers. Not a test itself."""
 
 import contextlib
 import typing
@@ -11,7 +11,7 @@ from verl_on_cpu import leave_out
 
 @contextlib.contextmanager
 def importable():
-    """It is for Python 3.12, from which on pydantic takes typing's TypedDict."""
+    """SkyRL needs Python 3.12, since with an older one pydantic does not accept typing's TypedDict."""
     leave_out("datasets", "pandas", "flash_attn", "flash_attn.bert_padding")
     with mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict):
         yield

@@ -28,7 +28,7 @@ def batches(steps, dtype):
 
 @contextlib.contextmanager
 def accelerator(**options):
-    """accelerate keeps its state for the process."""
+    """accelerate keeps state for the whole process, which is reset here."""
     yield Accelerator(cpu=True, **options)
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
@@ -77,7 +77,7 @@ def fsdp2(rank, world, folder, dtype):
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
     )
     with accelerator() as prepare:
-        # accelerate takes FSDP2 only if there are several GPUs; its code for FSDP2 works on CPUs too.
+        # accelerate uses FSDP2 only if there are several GPUs, although its code for FSDP2 works on CPUs too.
         prepare.state.__dict__.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
         model = model_of(dtype)
         optimizer = hybridopt.AdamW(model.named_parameters(), lr=1e-2, max_grad_norm=0.5)

@@ -1,4 +1,4 @@
-"""examples/07_megatron.py on two ranks. Megatron takes the CPU for a GPU here (cpu_as_gpu.py)."""
+"""examples/07_megatron.py on two ranks. Megatron uses the CPU as if it were a GPU (cpu_as_gpu.py)."""
 
 import importlib
 import sys

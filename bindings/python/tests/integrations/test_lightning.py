@@ -101,7 +101,7 @@ class Validated(Module):
 
 
 def fitted(folder, callbacks, overlap):
-    """Weights, and the last of what validation has logged."""
+    """Returns the weights, and the last values that validation has logged."""
     module = Validated(hybridopt.AdamW, {"max_grad_norm": 0.1})
     callbacks = [*callbacks, OffloadCallback(overlap=overlap)]
     trainer = trainer_of(folder, callbacks, epochs=4, val_check_interval=2)
@@ -138,7 +138,7 @@ class Drawn(Callback):
 
 
 class Hooked(Validated):
-    """Whose gradients leave in the backward pass."""
+    """A module whose gradients leave in the backward pass."""
 
     def configure_optimizers(self):
         (optimizer,), schedules = super().configure_optimizers()
@@ -188,12 +188,12 @@ STRATEGIES = {
 
 
 def fitted_twice(rank, world, folder, strategy):
-    """After two epochs, and after the second one of a model that begins with other weights than those that it
-    loads."""
+    """Returns the results of two epochs, and the results of loading a checkpoint into a model with other weights and
+    training the second epoch."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), GROUP_RANK="0", TORCHELASTIC_RUN_ID="run")
-    os.environ.update(MASTER_ADDR="", MASTER_PORT="0")  # as torchrun says more of; the ranks have met
+    os.environ.update(MASTER_ADDR="", MASTER_PORT="0")  # torchrun sets more variables; the process group exists already
     fitted = []
     for resumes in (False, True):
         module = Distributed(hybridopt.AdamW, {"max_grad_norm": 0.1})
@@ -242,7 +242,7 @@ def test_overlap_ends_when_training_fails(tmp_path):
 
 
 class Plain(Module):
-    """Its optimizer comes from the command line."""
+    """A module whose optimizer comes from the command line."""
 
     def __init__(self):
         super().__init__(None, None)

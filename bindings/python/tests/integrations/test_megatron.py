@@ -1,5 +1,5 @@
-"""Megatron-LM with install(): its DistributedOptimizer over two ranks, its checkpoints, its flags. Megatron
-takes the CPU for a GPU here (cpu_as_gpu.py)."""
+"""Megatron-LM with install(): its DistributedOptimizer over two ranks, its checkpoints, its flags. Megatron uses the
+CPU as if it were a GPU (cpu_as_gpu.py)."""
 
 import copy
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ ADAMW = {"cpu_optimizer_cls": torch.optim.AdamW, "gpu_optimizer_cls": torch.opti
 
 
 def made_like_megatron(params, **arguments):
-    """Megatron makes one, and then another from what the first one says of itself."""
+    """Megatron makes an optimizer, and then another one from the param groups of the first."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     whole = {**ADAMW, "offload_fraction": 1.0, "param_update_in_fp32": True, **arguments}
@@ -52,7 +52,7 @@ def test_it_is_the_optimizer_of_that_name(name, dtype):
 
 
 def test_the_first_params_are_offloaded_first():
-    """The device's share begins with the param that is registered first."""
+    """The device share begins with the param that is registered first."""
     model = perceptron()
     optimizer = made_like_megatron(model.named_parameters(), offload_fraction=0.5)
     set_gradients(model.parameters(), 0)
@@ -63,7 +63,7 @@ def test_the_first_params_are_offloaded_first():
 
 
 class Pictures(nn.Module):
-    """A small network for pictures, with params of one, two and four dimensions."""
+    """A small network for images, with params of one, two and four dimensions."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ class Pictures(nn.Module):
 @pytest.mark.parametrize("name", ["Adam", "SGD plain"])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_network_trains_to_the_same_bits(grouped, name, fraction, overlap, steps):
-    """With gradients that are added to from step to step, as nobody zeroes them."""
+    """The gradients accumulate over the steps, because nothing sets them to zero."""
     ours, theirs, arguments = PAIRS[name]
     torch.manual_seed(42)
     model = Pictures()
@@ -127,7 +127,7 @@ def test_a_dummy_step_shows_state_and_steps_nothing():
 
 
 def test_a_missing_gradient_steps_nothing():
-    """Not the gradient of the step before."""
+    """Such a param is not stepped with the gradient of the step before."""
     model = perceptron(torch.bfloat16)
     params = list(model.parameters())
     optimizer = made_like_megatron(params)
@@ -152,7 +152,7 @@ def test_params_in_fp32_show_themselves_as_masters():
     assert optimizer.state[low]["master_param"].dtype == torch.float32
     assert set(optimizer.param_to_fp32_param) == set(model[0].parameters())
 
-    optimizer.state[full]["master_param"] = full.detach().clone()  # a checkpoint is loaded
+    optimizer.state[full]["master_param"] = full.detach().clone()  # as if a checkpoint were loaded
     assert optimizer.state[full]["master_param"].data_ptr() == full.data_ptr()
     full.data = full.detach() + 1.0
     assert torch.equal(optimizer.state[full]["master_param"], full)
@@ -166,8 +166,8 @@ def test_params_in_fp32_show_themselves_as_masters():
 
 
 def test_megatron_says_that_weights_have_been_loaded(monkeypatch):
-    """A few elements that nobody would notice: torch does not count what is written into .data, and they lie
-    between the bytes that are compared."""
+    """Writes a few elements in a way that cannot be noticed: torch does not count writes to .data, and the elements
+    lie between the bytes that are compared."""
     param = nn.Parameter(torch.ones(4096).bfloat16())
     watch_params(monkeypatch)
     optimizer = made_like_megatron([param])
@@ -180,7 +180,7 @@ def test_megatron_says_that_weights_have_been_loaded(monkeypatch):
 
 
 def test_state_of_megatrons_own_optimizer_loads():
-    """Its param groups hold the arguments of the constructor."""
+    """The param groups of Megatron's optimizer hold the arguments of the constructor."""
     params = list(perceptron(torch.bfloat16).parameters())
     optimizer = made_like_megatron(params)
     set_gradients(params, 0)
@@ -309,7 +309,7 @@ def test_what_megatron_decides_is_refused_in_install():
 
 
 def made():
-    """A model in Megatron's DistributedDataParallel, and Megatron's optimizer for it."""
+    """Makes a model in Megatron's DistributedDataParallel, and Megatron's optimizer for it."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -342,7 +342,7 @@ def made():
 
 
 def train(model, optimizer, seeds):
-    """The same batch on all ranks, so that numbers do not depend on how many there are."""
+    """All ranks have the same batch, so that results do not depend on the number of ranks."""
     norms = []
     for seed in seeds:
         model.zero_grad_buffer()
@@ -391,7 +391,7 @@ def save(rank, world, folder, shardings):
         for sharding in shardings:
             dist_checkpointing.save(sharded(model, optimizer, sharding, False), f"{folder}/{sharding}")
         saved = states(optimizer)
-        assert len(inner(optimizer).memory_timeline()) == 6  # one engine for all of it
+        assert len(inner(optimizer).memory_timeline()) == 6  # one engine made all samples
         train(model, optimizer, range(3, 5))
         return saved, states(optimizer), bits(model.module.parameters())
 
@@ -412,15 +412,15 @@ def load(rank, world, folder, sharding):
         engine = inner(optimizer)._engine
         at_once = states(optimizer)
         train(model, optimizer, range(3, 5))
-        assert inner(optimizer)._engine is engine  # its memory was taken once
+        assert inner(optimizer)._engine is engine  # its memory was allocated only once
         return at_once, states(optimizer), bits(model.module.parameters())
 
 
 def shardings():
-    """The formats without Megatron-FSDP that this version of Megatron writes."""
+    """The checkpoint formats without Megatron-FSDP that this version of Megatron writes."""
     from megatron.core import __version__
 
-    # 0.15 stumbles over torch's step counts in dp_reshardable; 0.16 reads no fully_sharded_model_space any more.
+    # Version 0.15 fails on torch's step counts in dp_reshardable; 0.16 cannot read fully_sharded_model_space any more.
     last = "fully_sharded_model_space" if __version__.startswith("0.15.") else "dp_reshardable"
     return ("dp_zero_gather_scatter", "fully_reshardable", last)
 

@@ -1,6 +1,6 @@
-"""Megatron-LM with install(), where several ranks share a model: tensor and pipeline parallelism, gathers and
-reductions that overlap, and the checkpoints of Megatron-FSDP. All of it over gloo; Megatron takes the CPU for a
-GPU here (cpu_as_gpu.py)."""
+"""Megatron-LM with install(), where several ranks share a model: tensor and pipeline parallelism, overlapped gathers
+and reductions, and the checkpoints of Megatron-FSDP. All of it runs over gloo; Megatron uses the CPU as if it were a
+GPU (cpu_as_gpu.py)."""
 
 from types import SimpleNamespace
 
@@ -19,8 +19,7 @@ DTYPES = {"bf16": True, "params_dtype": torch.bfloat16}
 
 
 class Perceptron(nn.Module):
-    """Two layers of Megatron's, which tensor parallelism cuts; the stages of pipeline parallelism have one
-    each."""
+    """Two layers of Megatron, which tensor parallelism shards. With pipeline parallelism each stage has one of them."""
 
     def __init__(self, config, stages):
         from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -99,7 +98,7 @@ def sharded(model, optimizer, sharding, is_loading):
 
 
 def step_stage(model, optimizer, seeds):
-    """As train(), but each stage has a batch of its own."""
+    """Like train(), but each stage has a batch of its own."""
     norms = []
     for seed in seeds:
         model.zero_grad_buffer()
@@ -157,8 +156,7 @@ def test_model_parallel_checkpoints_go_on_with_the_same_bits(tmp_path, sharding,
 
 
 def restored(rank, world, folder, tensor):
-    """The params and the state of this rank, by name, as they are loaded: where they begin in the whole ones, and
-    their numbers."""
+    """The params and the state that this rank loads, by name: the position in the whole tensor, and the values."""
     from megatron.core import dist_checkpointing
 
     megatron.install()
@@ -181,7 +179,7 @@ def test_checkpoints_go_from_two_tensor_parallel_ranks_to_one(tmp_path):
     ranks.run(save, 2, str(tmp_path), "fully_reshardable", 2, 1)
     parts = ranks.run(restored, 2, str(tmp_path), 2)
     (alone,) = ranks.run(restored, 1, str(tmp_path), 1)
-    assert len(alone) == len(parts[0]) == 16  # of four params: three of state, and themselves
+    assert len(alone) == len(parts[0]) == 16  # for each of four params: three tensors of state, and the param
     for key, offset, tensor in alone:
         assert not any(offset) and tensor.any()
         for part in parts:
@@ -196,14 +194,14 @@ def train_without_clipping(rank, world, overlap):
         model, optimizer = made(overlap=overlap, clip_grad=0.0)
         assert (len(model.buffers[0].buckets) > 1) == overlap
         train(model, optimizer, range(4))
-        if overlap:  # as before an evaluation or a checkpoint: the last gather has not been waited for
+        if overlap:  # as before an evaluation or a checkpoint, because nothing has waited for the last gather
             model.disable_forward_pre_hook(param_sync=True)
         return bits(model.module.parameters())
 
 
 def test_megatrons_own_overlap_changes_no_bit():
-    """Gradients are reduced bucket by bucket during the backward pass, and params gathered during the next
-    forward pass. (Buckets decide who has which shard, and so in which order squares are summed up for a norm.)"""
+    """Gradients are reduced bucket by bucket during the backward pass, and params are gathered during the next
+    forward pass. (The buckets decide which rank has which shard, and so the order in which the norm adds squares.)"""
     plain = ranks.run(train_without_clipping, 2, False)
     assert plain[0] == plain[1]
     assert ranks.run(train_without_clipping, 2, True) == plain
@@ -213,8 +211,8 @@ def test_megatrons_own_overlap_changes_no_bit():
 
 
 def made_over_shards(world):
-    """Megatron's DistributedOptimizer as it is with Megatron-FSDP, which itself needs GPUs: it has given
-    the optimizer DTensors, and writes state by their names."""
+    """Makes Megatron's DistributedOptimizer as Megatron-FSDP does, which itself needs GPUs: the optimizer has
+    DTensors, and state is written by their names."""
     from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -259,7 +257,7 @@ def step_shards(module, optimizer, seeds):
 
 
 def whole_bits(module, optimizer):
-    """Params and state, whole."""
+    """The whole tensors of params and state."""
     state = optimizer.optimizer.state
     names = ("exp_avg", "exp_avg_sq", "master_param")
     return [

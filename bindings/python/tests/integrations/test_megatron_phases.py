@@ -1,5 +1,6 @@
-"""The phases of workers for Megatron-LM in verl and SkyRL, by their own helpers: model, gradients and optimizer leave
-the GPU before a rollout and come back for training. On the CPU, which Megatron takes for a GPU (cpu_as_gpu.py)."""
+"""The phases of workers for Megatron-LM in verl and SkyRL, with their own helpers: model, gradients and optimizer
+leave the GPU before a rollout and come back for training. On the CPU, which Megatron uses as if it were a GPU
+(cpu_as_gpu.py)."""
 
 import contextlib
 import importlib
@@ -23,7 +24,7 @@ HELPERS = {
 
 
 class Phases(Copying):
-    """The GPU is other memory of the host, none of which is pinned."""
+    """Other memory of the host stands for the GPU; none of it is pinned."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -36,7 +37,7 @@ class Phases(Copying):
 
 @contextlib.contextmanager
 def helpers_of(name):
-    """The helpers, for which the GPU is the CPU."""
+    """The helpers, which use the CPU as their GPU."""
     with cpu_as_gpu(), Phases(), contextlib.ExitStack() as patches:
         with importable():
             helpers = importlib.import_module(HELPERS[name])
@@ -58,7 +59,7 @@ def sleep(helpers, model, optimizer, meanwhile=lambda: None):
     helpers.load_megatron_model_to_gpu([model])
     meanwhile()
     helpers.load_megatron_optimizer(optimizer)
-    assert addresses(optimizer) == places  # state lies where it lay: nothing is kept twice
+    assert addresses(optimizer) == places  # the state's addresses are unchanged: nothing is stored twice
 
 
 def training(rank, world, name, is_sleeping):

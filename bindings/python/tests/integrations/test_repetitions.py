@@ -1,5 +1,5 @@
-"""Trainings of each framework, one after the other in one process: of each nothing is left, and tensors and threads do
-not pile up."""
+"""Trainings of each framework, one after the other in one process. Each leaves nothing behind, and tensors and
+threads do not accumulate."""
 
 from unittest import mock
 
@@ -35,7 +35,7 @@ def test_lightning(tmp_path, is_overlapping, is_failing):
 
     def train():
         module = Hooked(hybridopt.AdamW, {"max_grad_norm": 0.1})
-        # Lightning gives its callbacks a function of the module, for as long as they live.
+        # Lightning gives its callbacks a bound method of the module, which they keep.
         trainer = trainer_of(tmp_path, [OffloadCallback(overlap=is_overlapping)])
         try:
             trainer.fit(module, data())
@@ -52,7 +52,7 @@ def test_transformers(tmp_path, is_overlapping, is_failing):
     from hybridopt.integrations.transformers import OffloadCallback
     from test_transformers import trainer_of
 
-    callback = OffloadCallback(overlap=is_overlapping)  # which the program keeps
+    callback = OffloadCallback(overlap=is_overlapping)  # the program keeps it
 
     def train():
         trainer = trainer_of(tmp_path, hybridopt.AdamW, {"max_grad_norm": 0.1}, [callback])
@@ -130,7 +130,7 @@ def test_megatron():
 
 
 def fsdp2(rank, world, is_asleep):
-    """As verl does it: the optimizer by its class path, FSDP2, and phases in between."""
+    """As in verl: the optimizer by its class path, FSDP2, and phases in between."""
     from test_verl import config_of, sleep
     from verl.workers.config.optimizer import build_optimizer
 

@@ -23,7 +23,7 @@ FRAMEWORKS = pathlib.Path(__file__).parents[4] / "docs" / "FRAMEWORKS.md"
 
 
 class Phases(Copying):
-    """The GPU is other memory of the host."""
+    """Other memory of the host stands for the GPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -36,11 +36,11 @@ class Phases(Copying):
 
 @contextlib.contextmanager
 def without_gpu():
-    """What SkyRL asks of a GPU."""
+    """Replaces the functions of the GPU that SkyRL calls."""
     with importable():
         from skyrl.backends.skyrl_train.distributed import fsdp_utils
     make_mesh = fsdp_utils.init_device_mesh
-    os.environ.pop("LOCAL_RANK")  # of which it takes the GPU
+    os.environ.pop("LOCAL_RANK")  # from which SkyRL takes the number of the GPU
     with (
         mock.patch.object(fsdp_utils, "init_device_mesh", lambda device, **kwargs: make_mesh("cpu", **kwargs)),
         mock.patch.multiple(
@@ -51,7 +51,7 @@ def without_gpu():
 
 
 def patched(options):
-    """SkyRL's module with the lines that docs/FRAMEWORKS.md shows, and options beside lr=."""
+    """SkyRL's module with the lines that docs/FRAMEWORKS.md shows, and with options in addition to lr=."""
     spec = importlib.util.find_spec(STRATEGY)
     source = pathlib.Path(spec.origin).read_text()
     text = FRAMEWORKS.read_text().partition("\n## SkyRL\n")[2]
@@ -96,7 +96,7 @@ def addresses(optimizer):
 
 
 def train(made, seeds, phases=None):
-    """Steps as a worker makes them; with `phases` model and optimizer leave the GPU after each."""
+    """Makes steps as a worker does; with `phases`, model and optimizer leave the GPU after each step."""
     strategy, model, optimizer, scheduler = made
     norms = []
     for seed in seeds:
@@ -110,7 +110,7 @@ def train(made, seeds, phases=None):
             places, copies = addresses(optimizer), phases.copies
             strategy.offload_to_cpu(model, optimizer)
             assert phases.copies > copies
-            assert addresses(optimizer) == places  # state lies where it lay: nothing is kept twice
+            assert addresses(optimizer) == places  # the state's addresses are unchanged: nothing is stored twice
     return norms
 
 

@@ -55,13 +55,13 @@ def test_options_reach_the_optimizers():
     assert optimizer._options["threads"] == 2
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1]
     assert optimizer.param_groups[0]["param_names"] == ["0.bias", "2.bias", "3.bias"]
-    # torchtitan's own container goes on with torch's.
+    # torchtitan's own container still makes torch's optimizers.
     theirs = OptimizersContainer.Config(param_groups=config.param_groups, implementation="for-loop")
     assert type(*theirs.build(model_parts=[model_of()])) is torch.optim.AdamW
 
 
 def test_trains_as_torchs():
-    """From fp32 params; torch's steps differ in the last bits."""
+    """With fp32 params, whose last bits differ from those of torch's steps."""
     ours, torchs = (model_of(torch.float32) for _ in range(2))
     start = [param.detach().clone() for param in ours.parameters()]
     plain = OptimizersContainer.Config(param_groups=config_of().param_groups, implementation="for-loop")
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused(options, message):
 
 
 def two_ranks(rank, world, folder, steps, action):
-    """Trains, and before or after that saves or loads what torchtitan's checkpointer does."""
+    """Trains, and before or after the training loads or saves what torchtitan's checkpointer does."""
     from torch.distributed.fsdp import fully_shard
 
     model = model_of()

@@ -1,5 +1,5 @@
-"""transformers' Trainer with the optimizer and the callback: the same losses and weights as with torch's
-optimizer, whatever is offloaded, overlapped, saved and resumed."""
+"""transformers' Trainer with the optimizer and the callback: losses and weights are those of torch's optimizer, no
+matter what is offloaded, overlapped, saved and resumed."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def weights(trainer):
 
 
 def test_trains_as_with_torchs_optimizer(tmp_path):
-    """fp32 on the CPU: updates differ in the last bits from torch's; far less than they are."""
+    """In fp32 on the CPU the updates differ from torch's in the last bits, by far less than their size."""
     ours = trainer_of(tmp_path, hybridopt.AdamW, {}, [OffloadCallback()], weight_decay=0.1)
     torchs = trainer_of(tmp_path, torch.optim.AdamW, {}, weight_decay=0.1)
     start = [param.detach().clone() for param in torchs.model.parameters()]
@@ -128,7 +128,7 @@ class Drawn(TrainerCallback):
 
 @pytest.mark.parametrize("seed", models.drawn_seeds(4))
 def test_drawn_callbacks_get_what_they_get_without_overlap(tmp_path, seed):
-    """Trainer evaluates in the middle."""
+    """Trainer also evaluates in the middle of the training."""
     made = []
     for overlap in (False, True):
         drawn = Drawn(seed)
@@ -161,7 +161,7 @@ def test_resumes_with_the_same_bits(tmp_path, dtype):
 
 
 def test_checkpoints_of_the_library_have_the_models_names(tmp_path):
-    """Trainer's optimizer.pt and scheduler are not there: state comes from the library's checkpoint alone."""
+    """Trainer's files optimizer.pt and scheduler.pt do not exist: all state comes from the library's checkpoint."""
 
     def trainer(folder, **options):
         arguments = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "constant"}
@@ -190,7 +190,7 @@ def test_train_may_be_called_again(tmp_path):
     trainer.train()
     trainer.callback_handler.callbacks[-1].on_train_begin(
         trainer.args, trainer.state, trainer.control, optimizer=trainer.optimizer, model=trainer.model
-    )  # and has raised after that
+    )  # and raises after that
     trainer.train()
 
 
@@ -199,7 +199,7 @@ def test_train_may_be_called_again(tmp_path):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """install() as the first call of a process, and undone in the end."""
+    """Calls install() as a process does first, and undoes it at the end."""
     name = "get_optimizer_cls_and_kwargs"
     monkeypatch.setattr(Trainer, name, staticmethod(getattr(Trainer, name)))
     monkeypatch.setattr(transformers, "installed_options", None)
@@ -210,7 +210,7 @@ def installed(monkeypatch):
     "optim, cls", [("adamw_torch", "AdamW"), ("adamw_torch_fused", "AdamW"), ("sgd", "SGD"), ("adagrad", "Adagrad")]
 )
 def test_a_trainer_that_others_make_steps_here(tmp_path, installed, optim, cls):
-    """As LLaMA-Factory, ms-swift and axolotl make one: by arguments alone."""
+    """LLaMA-Factory, ms-swift and axolotl make a Trainer like this, from arguments only."""
     args = {"dtype": torch.bfloat16, "weight_decay": 0.1, "max_grad_norm": 0.1}
     one = trainer_of(tmp_path, None, None, optim=optim, adam_beta2=0.9, **args)
     one.train()

@@ -34,7 +34,7 @@ def test_the_class_is_found_by_its_path(name):
 
 
 def sleep(model, optimizer, meanwhile=lambda: None):
-    """verl's helpers, for which the GPU is the CPU here. How many tensors they have moved."""
+    """Runs verl's helpers, which use the CPU as their GPU here. Returns how many tensors they have moved."""
     with Copying() as mode, mock.patch.object(fsdp_utils, "get_device_id", lambda: "cpu"):
         fsdp_utils.offload_fsdp_model_to_cpu(model, empty_cache=False)
         fsdp_utils.offload_fsdp_optimizer(optimizer)
@@ -70,7 +70,7 @@ def test_sleep_and_wake_keep_every_bit_and_no_copy(name, options):
         step(model, optimizer, seed)
         before = addresses(optimizer)
         assert sleep(model, optimizer) > 0
-        assert addresses(optimizer) == before  # state lies where it lay: nothing is kept twice
+        assert addresses(optimizer) == before  # the state's addresses are unchanged: nothing is stored twice
     assert bits(model.parameters()) == bits(plain.parameters())
     assert state_bits(optimizer) == state_bits(plain_optimizer)
 

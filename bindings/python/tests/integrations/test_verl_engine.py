@@ -1,5 +1,5 @@
-"""verl's engine for FSDP2 as its workers have it, on the CPU over gloo: model, optimizer, schedule and checkpoints
-are its own. The test computes the loss by itself."""
+"""verl's engine for FSDP2 as its workers use it, on the CPU over gloo. Model, optimizer, schedule and checkpoints
+are verl's; the test itself computes the loss."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def working(rank, world, model_folder, folder, is_offloading, options):
             places = [value.data_ptr() for entry in engine.optimizer.state.values() for value in entry.values()]
             engine.to("gpu"), engine.to("cpu")
             now = [value.data_ptr() for entry in engine.optimizer.state.values() for value in entry.values()]
-            assert now == places  # state lies where it lay: nothing is kept twice
+            assert now == places  # the state's addresses are unchanged: nothing is stored twice
         return norms, found(engine)
 
 

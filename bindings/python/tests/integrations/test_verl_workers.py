@@ -1,5 +1,5 @@
-"""verl's workers as its trainers have them: processes of Ray, each with an engine for FSDP2, that one controller calls.
-On the CPU over gloo; model, loss, optimizer, schedule, phases and checkpoints are verl's."""
+"""verl's workers as its trainers use them: processes of Ray, each with an engine for FSDP2, and one controller that
+calls them. On the CPU over gloo; model, loss, optimizer, schedule, phases and checkpoints are verl's."""
 
 import functools
 import os
@@ -31,7 +31,7 @@ from verl.workers.utils.losses import sft_loss  # noqa: E402
 
 
 class Worker(TrainingWorker):
-    """verl's, in a process where the GPU is other memory of the host."""
+    """verl's worker, in a process where other memory of the host stands for the GPU."""
 
     def __init__(self, folder, meeting, is_offloading, options):
         autocast = functools.partial(torch.autocast, "cpu")
@@ -55,7 +55,7 @@ class Worker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def places(self):
-        """Where the state lies, and how many tensors have been moved."""
+        """The addresses of the state, and how many tensors have been moved."""
         entries = self.engine.optimizer.state.values()
         return [value.data_ptr() for entry in entries for value in entry.values()], self.entered[1].copies
 
@@ -72,7 +72,7 @@ class Worker(TrainingWorker):
 
 @pytest.fixture(scope="module")
 def cluster():
-    os.environ["RAY_raylet_start_wait_time_s"] = "600"  # a busy machine takes its time
+    os.environ["RAY_raylet_start_wait_time_s"] = "600"  # a busy machine may need long
     paths = os.pathsep.join([str(pathlib.Path(__file__).parent), *filter(None, sys.path)])
     ray.init(
         num_cpus=4,
@@ -95,7 +95,7 @@ def group_of(folder, *arguments):
 
 
 def batch_of(seed):
-    """Sequences of several lengths; the loss is of all their tokens but the first."""
+    """Sequences of several lengths; the loss covers all tokens but the first of each."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [12, 7, 9, 12, 5, 8, 12, 10]
     sequences = [torch.randint(0, 64, (length,), generator=generator) for length in lengths]
@@ -138,7 +138,7 @@ def test_workers_sleep_wake_and_resume_with_the_same_bits(cluster, tmp_path):
     moving.to("device"), moving.to("cpu")  # as around a rollout
     for (places, copies), (places_before, copies_before) in zip(moving.places(), before):
         assert copies > copies_before > 0
-        assert places == places_before  # state lies where it lay: nothing is kept twice
+        assert places == places_before  # the state's addresses are unchanged: nothing is stored twice
     moving.save_checkpoint(str(tmp_path / "saved"))
     assert train(moving, range(3, 5)) == norms[3:]
     assert moving.found() == expected

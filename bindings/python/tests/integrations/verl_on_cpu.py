@@ -1,4 +1,4 @@
-"""Lets verl's engine for FSDP2 run on the CPU: its GPU is other memory of the host. Not a test itself."""
+"""Makes verl's engine for FSDP2 run on the CPU: other memory of the host stands for the GPU. Not a test itself."""
 
 import contextlib
 import importlib.machinery
@@ -14,7 +14,7 @@ EAGER = {"attn_implementation": "eager"}  # flash attention needs a GPU
 
 
 class Phases(Copying):
-    """The GPU is other memory of the host."""
+    """Other memory of the host stands for the GPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         args = tuple("cpu" if isinstance(arg, str) and arg == "gpu" else arg for arg in args)
@@ -31,7 +31,7 @@ def save_model(folder):
 
 
 def leave_out(*names):
-    """Modules that are imported beside what is tested, and not used here."""
+    """Replaces modules that verl imports but the tests do not use."""
     for name in names:
         spec = importlib.machinery.ModuleSpec(name, None)
         sys.modules.setdefault(name, mock.MagicMock(__spec__=spec, __path__=[]))
@@ -39,7 +39,7 @@ def leave_out(*names):
 
 @contextlib.contextmanager
 def without_gpu():
-    """verl asks its platform for the GPU, and its engine goes to a device of that name and back."""
+    """verl asks its platform object for the GPU, and its engine moves tensors to a device of that name and back."""
     leave_out("datasets", "pandas")
     from verl.plugin.platform import platform_manager
     from verl.plugin.platform.platform_cuda import PlatformCUDA
@@ -71,7 +71,7 @@ def without_gpu():
 
 
 def configs(folder, is_offloading, options):
-    """Of the model, the engine, its optimizer and its checkpoints."""
+    """The configurations of the model, the engine, its optimizer and its checkpoints."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 

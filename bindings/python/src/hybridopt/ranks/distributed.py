@@ -49,7 +49,7 @@ def comm_for(
 
 
 def _root_of(mesh: Any) -> Any:
-    """The mesh that a mesh is a part of, else itself."""
+    """The root mesh of which a mesh is a part, or the mesh itself."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     from torch.distributed import device_mesh  # as versions before 2.10 have it

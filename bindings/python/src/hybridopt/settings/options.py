@@ -347,7 +347,7 @@ def with_options(cls: type[Optimizer]) -> type[Optimizer]:
 
 
 def movable_bits(words: Iterable[str]) -> int:
-    """enum offload_movable, or-ed, for words of the `movable` option."""
+    """The flags of enum offload_movable for the words of the `movable` option."""
     bits = 0
     for word in words:
         bits |= MOVABLE[word]
