@@ -1,5 +1,5 @@
-# What tests need where the system's own packages are for another CPU: GoogleTest from the sources that
-# Debian ships with it, and a library that is headers only.
+# For a build for another CPU, where the system's own packages cannot be used: GoogleTest from the
+# sources that Debian ships with it, and a header-only library.
 set(BUILD_GMOCK OFF)
 set(INSTALL_GTEST OFF)
 add_subdirectory(/usr/src/googletest ${CMAKE_CURRENT_BINARY_DIR}/googletest EXCLUDE_FROM_ALL)

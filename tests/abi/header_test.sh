@@ -1,6 +1,7 @@
 #!/bin/bash
-# Checks the public header as a text: plain middle, C99 and C++20, nothing missing in the layout
-# test. Usage: header_test.sh SOURCE_DIR LAYOUT_TEST
+# Checks the text of the public header: its middle is plain, it compiles as C99 and C++20, and the
+# layout test covers all of it.
+# Usage: header_test.sh SOURCE_DIR LAYOUT_TEST
 set -euo pipefail
 header=$1/include/offload.h
 layout_test=$2
@@ -17,7 +18,7 @@ sed -n '/begin-plain-c99/,/end-plain-c99/p' "$header" >"$scratch/plain"
 ! grep -n '^[[:space:]]*#' "$scratch/plain" || fail "a preprocessor line in the plain part"
 echo "the plain part has no preprocessor line"
 
-# The headers alone, as the first thing a program includes.
+# Each header compiles alone, as the first include of a program.
 echo '#include "offload_simple.h"' >"$scratch/only.c"
 cp "$scratch/only.c" "$scratch/only.cpp"
 flags=(-Wall -Wextra -Wpedantic -Werror -fsyntax-only -I"$1/include")

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Checks the shared library as a file: exactly the functions of offload.h go out, all under one
-# version, and it needs nothing but the C and C++ runtimes.
+# Checks the file of the shared library: it exports exactly the functions of offload.h, all under one
+# version, and needs only the C and C++ runtimes.
 # Usage: symbols_test.sh SOURCE_DIR LIBHYBRIDOPT_SO
 set -euo pipefail
 source=$1

@@ -1,6 +1,7 @@
 #!/bin/bash
-# The Rust crates' own tests, doc tests included, against the library of this build. Without cargo
-# they are skipped. Usage: rust_test.sh SOURCE_DIR BUILD_DIR
+# The Rust crates' own tests, doc tests included, against the library of this build. Without cargo they
+# are skipped.
+# Usage: rust_test.sh SOURCE_DIR BUILD_DIR
 set -euo pipefail
 source_dir=$1
 build=$2
@@ -18,10 +19,10 @@ export HYBRIDOPT_TRAINING_STEP=$build/tests/bindings_training_step
 cd "$source_dir/bindings/rust"
 mkdir -p "$build/rust"
 
-# The build script finds the library in three ways, and says what to do where there is none.
+# The build script finds the library in three ways. If it finds none, it says what to do.
 CARGO_MANIFEST_DIR=$PWD/hybridopt-sys rustc --edition 2021 hybridopt-sys/build.rs \
   -o "$build/rust/build_script"
-# says TEXT ENVIRONMENT...: what it prints in that environment has that text.
+# says TEXT ENVIRONMENT...: the build script's output in that environment contains the text.
 says() {
   local text=$1
   shift

@@ -1,6 +1,7 @@
 #!/bin/bash
-# Runs the MPI adaptor with processes for ranks. Skipped (status 77) where there is no mpirun, or
-# where the build found no MPI. Usage: mpi_test.sh MODE [PROGRAM]
+# Runs the MPI adaptor on several ranks, each a process. Skipped (status 77) if there is no mpirun, or
+# if the build found no MPI.
+# Usage: mpi_test.sh MODE [PROGRAM]
 set -euo pipefail
 mode=$1
 program=${2:-}
@@ -23,13 +24,14 @@ case $mode in
     run 60 1 || fail "states of MPI"
     ;;
   hang)
-    # The ranks that are left end the job with 3, when each has been told and has destroyed all.
+    # The remaining ranks end the job with status 3 after each has got the error and has destroyed
+    # everything.
     status=0
     run 90 4 || status=$?
     ((status == 3)) || fail "status $status"
     ;;
   exit)
-    # mpirun ends the others as soon as one has exited; or they find out first.
+    # mpirun ends the other ranks as soon as one has exited, unless they find out before that.
     status=0
     run 90 4 || status=$?
     ((status == 5 || status == 3)) || fail "status $status"

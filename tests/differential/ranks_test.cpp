@@ -304,7 +304,8 @@ TEST(RanksTest, QueuedStepsMeetTheirCounterparts) {
   }
 }
 
-// One rank's gradients have been offloaded, another's lie on the device: the same norm.
+// The gradients of one rank have been offloaded and those of another are on the device: the norm is
+// the same.
 TEST(RanksTest, GradientsMayBeOnTheHostOnSomeRanks) {
   for (const Setting& setting : Settings()) {
     const auto sharded = RandomSharded(OFFLOAD_ADAM, 3, 4, 60);

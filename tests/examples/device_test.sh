@@ -1,5 +1,5 @@
 #!/bin/bash
-# What an example says of --device where no GPU is visible: why there is none, with the given text.
+# If no GPU is visible, an example with --device says why, with the given text.
 # Usage: device_test.sh PROGRAM WHY
 set -euo pipefail
 program=$1
@@ -18,10 +18,10 @@ expect() {
 expect 1 "--device: got nothing, expected auto, cpu or gpu" --device
 expect 1 "--device: got tpu, expected auto, cpu or gpu" --device tpu
 expect 1 "--device gpu: $why" --device gpu
-# auto says why, and goes on.
+# With auto, the example says why there is no GPU, and continues.
 if [[ $program == */04_train_lm ]]; then
   expect 1 "no GPU: $why" --data "$0"
-  expect 1 "--data: found " --data "$0"  # which is too short: it would take long to go on
+  expect 1 "--data: found " --data "$0"  # this file is too short, so training does not begin
 else
   expect 0 "no GPU: $why" --iterations 1
   expect 0 "A simulated device" --iterations 1

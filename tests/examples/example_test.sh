@@ -7,7 +7,7 @@ shift
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-[[ ${*: -1} == --test ]] && set -- "$@" "$scratch"  # which wants a directory
+[[ ${*: -1} == --test ]] && set -- "$@" "$scratch"  # this example needs a directory
 status=0
 output=$("$@") || status=$?
 echo "$output"

@@ -1,5 +1,6 @@
 #!/bin/bash
-# Runs 09_zero1 on 1, 2 and 4 ranks, and on 4 ranks that save and 2 that go on: the same hashes.
+# Runs 09_zero1 on 1, 2 and 4 ranks, and on 4 ranks that save and 2 that continue: all have the same
+# hashes.
 # Usage: zero1_test.sh [PROGRAM]
 set -euo pipefail
 program=${1:-}
@@ -27,7 +28,7 @@ half=$(hashes 4 --steps 20 --save "$scratch/half")
 awk '/^step/ { if (!first) first = $4; last = $4 } END { exit !(last > 0 && last < first) }' \
   "$scratch/output" || { echo "FAILED: the loss does not fall"; exit 1; }
 
-# What cannot be meant is told.
+# Invalid arguments are refused with a reason.
 refused() {
   local text=$1
   shift

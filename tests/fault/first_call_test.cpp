@@ -43,7 +43,7 @@ bool malloc_hooks::Fails() {
 void malloc_hooks::Allocated(void*) {}
 void malloc_hooks::Freeing(void*) {}
 
-// There is no libnuma, which ends the process itself where it has no memory.
+// Hides libnuma, because libnuma ends the process if it has no memory.
 extern "C" void* dlopen(const char* file, int flags) noexcept {
   if (file != nullptr && std::strstr(file, "libnuma") != nullptr) return nullptr;
   return reinterpret_cast<decltype(&dlopen)>(dlsym(RTLD_NEXT, "dlopen"))(file, flags);

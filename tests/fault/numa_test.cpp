@@ -1,4 +1,5 @@
-// The places of threads and memory; a system that refuses any of it costs speed and changes no bit.
+// The NUMA placement of threads and memory. If the system refuses any of it, the library is slower
+// but no bit changes.
 #include <linux/mempolicy.h>
 #include <sys/mman.h>
 #include <sys/resource.h>

@@ -662,7 +662,7 @@ TEST(StashFailure, PoisonsWithTheCause) {
   }
 }
 
-// A push of which only a part could be queued: the copies of the stash are not in order any more.
+// If only a part of a push could be queued, the copies of the stash are not in order any more.
 TEST(StashFailure, HalfAPushPoisonsTheStash) {
   constexpr int kMoreThanAQueueHolds = 400;  // of pushes, four commands each
   User user(OFFLOAD_DEVICE_SIM, 3 * kMoreThanAQueueHolds, kTimeoutNs);

@@ -1,6 +1,7 @@
 #!/bin/bash
-# Builds fuzz targets with clang's libFuzzer, address and undefined-behaviour sanitizers: OUT_DIR/TARGET.
-# Without clang: status 77. Usage: fuzz_build.sh SOURCE_DIR OUT_DIR TARGET..., of "manifest", "head" and "calls"
+# Builds fuzz targets with clang's libFuzzer, address and undefined-behaviour sanitizers:
+# OUT_DIR/TARGET. Without clang: status 77.
+# Usage: fuzz_build.sh SOURCE_DIR OUT_DIR TARGET..., of "manifest", "head" and "calls"
 set -euo pipefail
 root=$(cd "$1" && pwd)
 out=$2
@@ -16,14 +17,15 @@ if [[ -z $clang ]] || ! "$clang" "${flags[@]}" "$out/probe.cpp" -o "$out/probe";
   exit 77
 fi
 
-# compile NAME [SOURCE]. It takes ten times as long as the default number of runs, so targets share the objects.
+# compile NAME [SOURCE]. Compiling takes ten times as long as the default number of runs, so targets
+# share the objects.
 compile() {
   local object=$out/$1.o source=${2:-$root/$1.cpp}
   mkdir -p "${object%/*}"
   "$clang" "${flags[@]}" -fsanitize=fuzzer-no-link -c "$source" -o "$object"
 }
-# All that the formats need as one file, since most of the time goes into headers that all include. The calls
-# need the whole library.
+# All sources that the formats need, in one file, since most of the time is spent on headers that all of
+# them include. The calls need the whole library.
 formats=$out/formats.cpp
 for source in base/{box_overlap,shard,status,utf8} checkpoint/format/{format,hash,json,manifest,reshard,safetensors} \
   kernels/coefficients; do

@@ -1,8 +1,9 @@
 #!/bin/bash
-# Runs fuzz targets, each for a number of inputs beside those that are kept. Without clang the test is skipped
-# (status 77).
+# Runs fuzz targets, each for a number of inputs in addition to those that are kept. Without clang the
+# test is skipped (status 77).
 # Usage: fuzz_test.sh SOURCE_DIR TARGETS RUNS [NEW_INPUTS_DIR], where TARGETS are some of "manifest",
-# "head" and "calls". With NEW_INPUTS_DIR what the fuzzer finds is kept there, for a long run by hand.
+# "head" and "calls". The inputs that the fuzzer finds are kept in NEW_INPUTS_DIR, for a long run by
+# hand.
 set -euo pipefail
 root=$(cd "$1" && pwd)
 targets=$2
@@ -17,7 +18,7 @@ for target in $targets; do
   if [[ $target == calls ]]; then
     limits=(-max_len=4096 -timeout=120 -rss_limit_mb=8192)
   else
-    # No input asks for memory beyond what a few times its size takes.
+    # No input makes the library allocate more than a few times the input's size.
     limits=(-max_len=8192 -timeout=20 -malloc_limit_mb=8 -rss_limit_mb=1024)
   fi
   kept=$scratch/kept_$target

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Runs a test program on the GPU; skipped (status 77) where PROBE finds none.
+# Runs a test program on the GPU; skipped (status 77) if PROBE finds no GPU.
 # Usage: gpu_test.sh PROBE PROGRAM ARGUMENT...
 set -euo pipefail
 probe=$1

@@ -1,7 +1,8 @@
 #!/bin/bash
-# Counts the instructions an element of each kernel (AVX2) with valgrind, and compares them with what
-# recorded.csv has for this compiler: 3 % more fail. Counts do not depend on the machine's load.
-# What got better, or is meant to cost more, is recorded by running this with "record" behind it.
+# Counts with valgrind how many instructions each kernel (AVX2) needs per element, and compares the
+# counts with those that recorded.csv has for this compiler: a count that is more than 3 % higher fails.
+# Counts do not depend on the machine's load. Running this with the argument "record" records the
+# present counts, after an improvement or an intended cost.
 # Usage: instructions_test.sh PROGRAM RECORDED [record]
 set -euo pipefail
 program=$1 recorded=$2 record=${3:-}

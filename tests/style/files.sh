@@ -1,5 +1,5 @@
-# Sourced by the style tests. Prints the files of the tree that match any of the given patterns,
-# build outputs left out. It does not ask git, so that it works in a source archive too.
+# Sourced by the style tests. Prints the files of the tree that match any of the given patterns, except
+# build outputs. It does not use git, so it also works in a source archive.
 # Usage: files_of SOURCE_DIR PATTERN...
 files_of() {
   local root=$1 pattern names=()

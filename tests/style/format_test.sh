@@ -1,6 +1,6 @@
 #!/bin/bash
-# clang-format agrees with every C and C++ file. Releases of clang-format differ in what they
-# print, so that only version 14 can tell; without it the test is skipped (status 77).
+# Checks that every C and C++ file is formatted by clang-format. Releases of clang-format format
+# differently, so only version 14 can tell; without it the test is skipped (status 77).
 # Usage: format_test.sh SOURCE_DIR
 set -euo pipefail
 source "$(dirname "$0")/files.sh"

@@ -1,8 +1,8 @@
 #!/bin/bash
-# Includes inside src/ go downward only:
-#   abi -> optimizer -> {step, move, save, stash} -> state_io -> place -> {state, machine}
-#       -> {checkpoint, comm} -> {memory, runtime} -> device -> kernels -> base
-# Layers in braces are neighbours and do not include each other. Usage: layers_test.sh SOURCE_DIR
+# Includes inside src/ go downward only:   abi -> optimizer -> {step, move, save, stash} -> state_io ->
+# place -> {state, machine}       -> {checkpoint, comm} -> {memory, runtime} -> device -> kernels ->
+# base Layers in braces are neighbours and do not include each other.
+# Usage: layers_test.sh SOURCE_DIR
 set -euo pipefail
 
 # Prints every include in DIR/src that breaks the order; succeeds if there is none.
@@ -30,7 +30,7 @@ check_layers() {
     END { exit bad }')
 }
 
-# The check itself: a tree that must pass and eleven that must not.
+# Tests the check: one tree must pass, and eleven must not.
 self_test() {
   local scratch
   scratch=$(mktemp -d)

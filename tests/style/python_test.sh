@@ -1,6 +1,7 @@
 #!/bin/bash
-# mypy agrees with the annotations of the Python package, and a program that uses it passes the
-# strictest checks. What mypy knows of torch is kept in the build folder. Usage: python_test.sh SOURCE_DIR BUILD_DIR
+# Checks the annotations of the Python package with mypy, and a program that uses the package with
+# mypy's strictest checks. mypy's cache of torch is in the build folder.
+# Usage: python_test.sh SOURCE_DIR BUILD_DIR
 set -euo pipefail
 python=$1/.venv/bin/python
 [[ -e $1/.venv/complete ]] || { echo "FAILED: no $1/.venv; run scripts/venv"; exit 1; }

@@ -1,7 +1,7 @@
 #!/bin/bash
-# rustfmt agrees with every Rust file, clippy finds nothing that is wrong or suspicious, and the crates
-# hold their license and description when cargo packages them. rustfmt or clippy is left out where it
-# is not installed; without both the test is skipped (status 77).
+# Checks that rustfmt has formatted every Rust file, that clippy finds nothing wrong or suspicious, and
+# that the crates contain their license and description when cargo packages them. If rustfmt or clippy
+# is not installed, its check is left out; without both the test is skipped (status 77).
 # Usage: rust_test.sh SOURCE_DIR BUILD_DIR
 set -euo pipefail
 cd "$1/bindings/rust"
@@ -16,7 +16,7 @@ if cargo fmt --version &>/dev/null; then
   ran+=(rustfmt)
 fi
 if cargo clippy --version &>/dev/null; then
-  # New releases know new matters of taste; they warn.
+  # New releases have new style lints, which only warn here.
   for manifest in Cargo.toml "$example"; do
     cargo clippy --offline --locked --quiet --all-targets --manifest-path "$manifest" -- \
       -D clippy::correctness -D clippy::suspicious -D unused-imports

@@ -1,5 +1,6 @@
 #!/bin/bash
-# No tab and no white space at a line's end. Usage: whitespace_test.sh SOURCE_DIR
+# Checks that no file has a tab, or white space at the end of a line.
+# Usage: whitespace_test.sh SOURCE_DIR
 set -euo pipefail
 source "$(dirname "$0")/files.sh"
 root=$(cd "$1" && pwd)

@@ -1,7 +1,7 @@
 #!/bin/bash
-# A compiler launcher for test_wheel.py: prebuilt_object.sh COMPILER ARGUMENT... takes the object from
-# the build in HYBRIDOPT_PREBUILT where that has compiled the same source. Sources that ask which options
-# the library is built with are compiled.
+# A compiler launcher for test_wheel.py: prebuilt_object.sh COMPILER ARGUMENT... copies the object from
+# the build in HYBRIDOPT_PREBUILT if that build has compiled the same source. Sources that depend on the
+# library's build options are compiled.
 set -euo pipefail
 output=
 source=

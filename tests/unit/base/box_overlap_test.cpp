@@ -165,7 +165,7 @@ Family Rows(size_t count) {
   return family;
 }
 
-// The same in any order and in eight dimensions; the boxes fill all dimensions but one.
+// Rows in random order in eight dimensions; the boxes fill all dimensions but one.
 Family RowsOfMany(size_t count, Random& random) {
   Family family{"rows of eight dimensions", 8, Boxes(count)};
   for (size_t i = 0; i < count; ++i) {

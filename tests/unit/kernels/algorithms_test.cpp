@@ -33,7 +33,7 @@ TEST(Algorithms, ValuesAndNamesAreUnique) {
     EXPECT_TRUE(names.insert(row.name).second) << row.name;
     EXPECT_EQ(AlgorithmOf(row.value), &row);
   }
-  // A caller that has not set the field gets 0.
+  // 0 is the value of a field that the caller has not set.
   for (const int32_t unknown : {-1, 0, *values.rbegin() + 1, INT32_MAX})
     EXPECT_EQ(AlgorithmOf(unknown), nullptr) << unknown;
 }

@@ -96,7 +96,7 @@ impl ContextBuilder {
         self
     }
 
-    /// Whether memory that the system does not pin is used all the same, which is slower.
+    /// If true, memory that the system cannot pin is used without pinning, which is slower.
     pub fn allow_pageable(mut self, allow: bool) -> Self {
         self.options.allow_pageable = i32::from(allow);
         self

@@ -1,4 +1,5 @@
-//! docs/BINDINGS.md shows what the crate's own documentation shows, which is a doc test.
+//! The program in docs/BINDINGS.md is the example in the crate's documentation, which runs as a doc
+//! test.
 
 use std::fs;
 use std::path::Path;

@@ -1,5 +1,5 @@
-"""Checks of values that callers give. True and False are no numbers here: in the place of a number they are a
-mistake, though Python counts with them."""
+"""Checks of values that callers pass. True and False do not count as numbers: where a number is expected they are a
+mistake, although Python accepts them as numbers."""
 
 from __future__ import annotations
 

@@ -212,8 +212,8 @@ class Engines:
         engine.shown.leave_device()
 
     def forget_unstepped(self) -> None:
-        """To be called when moments have been loaded: they have had a step, even if the moments before the load had
-        none."""
+        """Called after moments have been loaded. Loaded moments count as stepped, even if the moments before them
+        had no step."""
         self.counts = {param: count for param, count in self.counts.items() if count > 0}
 
     def hidden_counts(self, state: dict[Tensor, Any]) -> dict[Tensor, int]:

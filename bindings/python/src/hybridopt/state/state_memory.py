@@ -48,7 +48,7 @@ class StateMemory:
         return torch.cat([cuda_view(view, self._handle, self._device).cpu(), on_host])
 
     def write(self, slot: Slot, kind: int, value: Tensor) -> None:
-        """Replaces one kind of state by a tensor such as show() gives."""
+        """Replaces one kind of state by a tensor like those that show() returns."""
         view = self.view_of(slot, kind)
         if kind == abi.OFFLOAD_STATE_MASTER_LOW:
             value = master_bits.as_halves(value)
