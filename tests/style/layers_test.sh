@@ -1,7 +1,8 @@
 #!/bin/bash
-# Includes inside src/ go downward only:   abi -> optimizer -> {step, move, save, stash} -> state_io ->
-# place -> {state, machine}       -> {checkpoint, comm} -> {memory, runtime} -> device -> kernels ->
-# base Layers in braces are neighbours and do not include each other.
+# Includes inside src/ go downward only:
+#   abi -> optimizer -> {step, move, save, stash} -> state_io -> place -> {state, machine}
+#       -> {checkpoint, comm} -> {memory, runtime} -> device -> kernels -> base
+# Layers in braces are neighbours and do not include each other.
 # Usage: layers_test.sh SOURCE_DIR
 set -euo pipefail
 
