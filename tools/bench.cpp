@@ -14,7 +14,7 @@
 namespace tool {
 namespace {
 
-// A way to step. The library has to read the gradients once more to check them on the host.
+// A kind of step. To check gradients on the host, the library must read them once more.
 struct Variant {
   const char* text;
   const Executor* executor;
@@ -32,12 +32,12 @@ constexpr Variant kVariants[] = {
 
 // The bytes that a step moves.
 struct Moved {
-  double memory = 0;  // of the host, read and written
+  double memory = 0;  // bytes of the host's memory, read and written
   double down = 0;    // from the device to the host
   double up = 0;
 };
 
-// A ceiling that the bytes meet, and the seconds that they take at least there.
+// The ceiling that limits a step, and the seconds that the bytes need at least under this ceiling.
 struct Limit {
   const char* name = "-";
   double seconds = 0;
@@ -50,7 +50,7 @@ struct Row {
   double seconds = 0;  // the median
   Moved moved;
   Limit limit;       // in the last round
-  double share = 0;  // the median of the limit's seconds over those of the step
+  double share = 0;  // the median of the limit's seconds divided by those of the step
 };
 
 // All rounds of one row.
@@ -66,14 +66,14 @@ Moved MovedBy(const Variant& variant, const Layout& layout, uint64_t elements,
   moved.down = static_cast<double>(result.grads_down_bytes + result.state_down_bytes);
   moved.up = static_cast<double>(result.params_up_bytes + result.state_up_bytes);
   const auto by_cpu = static_cast<double>(result.cpu_elements);
-  // CPU threads need the param, the upper half of its master, beside the gradient.
+  // CPU threads also need the param, which is the upper half of its master.
   if (layout.master_layout == OFFLOAD_MASTER_SPLIT) moved.down += by_cpu * sizeof(uint16_t);
-  // What CPU threads read and write, and what the device's copies do beside them.
+  // The bytes that CPU threads read and write, and those that the device's copies read and write.
   moved.memory = by_cpu * layout.step_bytes + moved.down + moved.up;
   return moved;
 }
 
-// The ceiling that allows the least.
+// The ceiling under which the bytes take longest.
 Limit LimitOf(const Moved& moved, double memory_rate, const std::optional<LinkRates>& link) {
   Limit limit;
   const auto meet = [&](const char* name, double bytes, double rate) {
@@ -87,10 +87,10 @@ Limit LimitOf(const Moved& moved, double memory_rate, const std::optional<LinkRa
   return limit;
 }
 
-// What is measured on, and with what.
+// The devices and sizes of the measurement.
 struct Measurement {
   const Context* host = nullptr;
-  const Context* device = nullptr;  // NULL: none is measured
+  const Context* device = nullptr;  // NULL: no device is measured
   uint64_t elements = 0;
   double seconds_each = 0;  // of a row
   MemoryRate* memory = nullptr;
@@ -98,13 +98,13 @@ struct Measurement {
   std::vector<double> memory_rates;  // all that were measured
 };
 
-// Rounds of one pass over memory and one step each, so that both meet the same machine.
+// Measures rounds of one pass over memory and one step, so that both meet the same conditions.
 Result<Row> MeasureRow(Measurement& bench, const Variant& variant, const Layout& layout) {
   constexpr size_t kRoundsLeast = 3, kRoundsMost = 200;
   const Context& context = variant.executor->on_host ? *bench.host : *bench.device;
   HYBRIDOPT_ASSIGN(const auto training,
                    SmallTraining::Make(context, layout, *variant.executor, bench.elements));
-  HYBRIDOPT_TRY(training->Step(variant.flags).status());  // touches memory, and starts threads
+  HYBRIDOPT_TRY(training->Step(variant.flags).status());  // touches memory, starts threads
   Row row;
   row.variant = &variant;
   row.layout = &layout;

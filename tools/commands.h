@@ -57,11 +57,11 @@ struct BenchOptions {
 
 struct PlanOptions {
   std::string model;    // a number, a name or a path
-  uint32_t gpus = 1;    // that share all of it
-  std::string machine;  // what doctor printed; empty: nothing is known of the machine's speed
+  uint32_t gpus = 1;    // the GPUs that share the model
+  std::string machine;  // a file with doctor's output; empty: the machine's speed is unknown
   std::string algorithm = "adamw";
   std::string dtype = "bf16";  // of params and gradients
-  // One of them may be given.
+  // At most one of these is given.
   std::optional<double> offload_fraction;
   std::optional<double> device_fraction;
   bool small_state = false;   // split masters and bf16 moments

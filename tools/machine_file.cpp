@@ -9,12 +9,12 @@ constexpr uint64_t kBytesMax = uint64_t{4} << 20;
 constexpr uint64_t kNumberMost = uint64_t{1} << 60;
 constexpr size_t kRatesMost = 1000;
 
-// Reads members by their names; the first failure stays.
+// Reads members by their names, and keeps the first failure.
 class MemberReader {
  public:
   explicit MemberReader(const std::string& path) : path_(path) {}
 
-  // An empty object where there is none.
+  // Returns an empty object if there is none.
   const Json& Object(const Json& parent, const char* key) {
     static const Json empty = Json::object();
     const auto found = parent.find(key);
@@ -106,7 +106,7 @@ std::optional<double> MachineFile::StepSeconds(const std::string& layout, double
     if (found == rates_.end()) return {};
     return elements / found->second;
   };
-  // Without a device there is one memory, and CPU threads update all.
+  // Without a device, CPU threads update all state in the host's memory.
   if (!has_device_) return seconds(on_host + on_device, "host");
   const std::optional<double> host = seconds(on_host, "both");
   const std::optional<double> device = seconds(on_device, "device");

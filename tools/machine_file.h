@@ -1,4 +1,4 @@
-// MachineFile: what hybridopt doctor --json printed on some machine, as far as plan uses it.
+// MachineFile: the part of the output of hybridopt doctor --json that plan uses.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,9 @@ class MachineFile {
   uint64_t host_available_bytes() const { return host_available_bytes_; }
   uint64_t device_free_bytes() const { return device_free_bytes_; }
 
-  // The seconds of a step of AdamW over bf16 params, of which `on_host` and `on_device` have their
-  // state there. Nothing if a rate of this layout (Layout::name) was not measured.
+  // The seconds of a step of AdamW over bf16 params. The state of `on_host` params is on the host
+  // and that of `on_device` params on the device. Empty if a rate of this layout (Layout::name) was
+  // not measured.
   std::optional<double> StepSeconds(const std::string& layout, double on_host,
                                     double on_device) const;
 

@@ -63,7 +63,7 @@ class InputFile {
   int64_t bytes_ = 0;
 };
 
-// The same failure, with the file in front.
+// The same failure, with the file's name at the beginning of its text.
 Status InFile(const std::string& path, const Status& status) {
   if (status.ok()) return {};
   return Status::Error(status.code(), "'%.500s': %s", path.c_str(), status.message().c_str());
@@ -100,7 +100,7 @@ Result<uint64_t> CountFiles(const std::string& folder_of, const std::set<std::st
   return sum;
 }
 
-// An index names the file of each tensor. The files lie beside it.
+// An index names the file of each tensor. The files are in the folder of the index.
 Result<uint64_t> CountIndex(const std::string& path) {
   HYBRIDOPT_ASSIGN(const Json index, ReadJson(path, kJsonBytesMax));
   const auto refuse = [&](const char* text) {
@@ -127,7 +127,7 @@ Result<uint64_t> CountConfig(const std::string& path) {
   return count.value();
 }
 
-// What a directory has, the surest first.
+// Counts the params of a model in a directory, from the most reliable file that it has.
 Result<Model> InDirectory(const std::string& directory, const std::vector<std::string>& names) {
   const std::string path = directory.back() == '/' ? directory : directory + "/";
   std::set<std::string> files;
@@ -161,7 +161,7 @@ Result<Model> InPath(const std::string& path) {
   return Model{count.value(), path};
 }
 
-// A number of parameters as people write it. False if it is none.
+// Parses a number of parameters as people write it. Returns false if the text is not a number.
 bool ParseCount(const std::string& text, uint64_t* elements) {
   constexpr struct {
     char letter;

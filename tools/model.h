@@ -1,4 +1,4 @@
-// Model: how many parameters the model has that somebody names on the command line.
+// Model: the number of parameters of the model that the command line names.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@ namespace tool {
 
 struct Model {
   uint64_t elements = 0;
-  std::string source;  // where the number is from; empty: it was given
+  std::string source;  // the source of the number; empty: the command line gave the number
 };
 
 // `text` is a number (7e9, 7B), a well-known name, a config.json, a safetensors file or its index,
 // or a directory that has these.
 Result<Model> FindModel(const std::string& text);
 
-// The JSON text of a small file. INVALID_ARGUMENT if it is none.
+// Reads the JSON of a small file. INVALID_ARGUMENT if the file is not JSON.
 Result<Json> ReadJson(const std::string& path, uint64_t bytes_max);
 
 }  // namespace tool

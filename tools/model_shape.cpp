@@ -10,14 +10,15 @@
 namespace tool {
 namespace {
 
-// What the layers of a family have beside attention and MLP, and what its config.json leaves out.
+// The parts that the layers of a family have in addition to attention and MLP, and the defaults of
+// its config.json.
 struct Family {
   const char* name;
   bool query_bias;       // biases of queries, keys and values
   bool query_norm;       // norms of queries and keys
   uint64_t norms;        // of a layer, each of hidden_size
-  bool ties_embeddings;  // where config.json does not say
-  const char* experts;   // the key that has their number; NULL: none
+  bool ties_embeddings;  // the default of config.json
+  const char* experts;   // the key for the number of experts; NULL: the family has none
   const char* expert_size;
 };
 constexpr Family kFamilies[] = {
@@ -85,7 +86,8 @@ constexpr NamedShape kShapes[] = {
     {"qwen3-235b-a22b", {"qwen3_moe", 4096, 94, 64, 4, 128, 1536, 151936, false, 128}},
 };
 
-// Without an owner ("meta-llama/") and without what leaves the shape as it is ("-Instruct").
+// The name without an owner ("meta-llama/") and without endings that do not change the shape
+// ("-Instruct").
 std::string PlainName(const std::string& name) {
   std::string plain = LowerCase(name.substr(name.find_last_of('/') + 1));
   if (plain.starts_with("meta-")) plain.erase(0, 5);
@@ -118,14 +120,14 @@ double CountOthers(const ModelShape& shape, const Family& family) {
   double mlp = 3 * hidden * inner;
   if (shape.has_mlp_bias) mlp += 2 * inner + hidden;
   const auto experts = static_cast<double>(shape.experts);
-  layer += shape.experts == 0 ? mlp : experts * mlp + experts * hidden;  // with the router
+  layer += shape.experts == 0 ? mlp : experts * mlp + experts * hidden;  // including the router
   layer += static_cast<double>(family.norms) * hidden;
   const double embeddings = static_cast<double>(shape.vocab_size) * hidden;
   return (shape.ties_embeddings ? 1 : 2) * embeddings + static_cast<double>(shape.layers) * layer +
          hidden;
 }
 
-// Reads members of config.json; the first failure stays.
+// Reads members of config.json, and keeps the first failure.
 class ConfigReader {
  public:
   explicit ConfigReader(const Json& config) : config_(config) {}
@@ -143,7 +145,7 @@ class ConfigReader {
     const auto found = config_.find(key);
     return found != config_.end() && found->is_boolean() ? found->get<bool>() : otherwise;
   }
-  // Where another number changes the count in a way that is not known here.
+  // Refuses any other value of `key`, because the count for it is not known here.
   void Expect(const char* key, uint64_t expected) {
     const uint64_t number = Number(key, expected);
     if (number == expected || !status_.ok()) return;

@@ -33,7 +33,7 @@ constexpr NamedLayout kNamedLayouts[] = {
 };
 constexpr size_t kExactLayouts = 2;
 
-// What the command line asks.
+// The question that the command line asks.
 struct Question {
   PlanOptions options;
   Model model;
@@ -57,7 +57,7 @@ struct Seconds {
   double most = 0;
 };
 
-// One way to train, and whether it fits.
+// One choice of fraction and layout, and whether the training fits with it.
 struct Candidate {
   std::string text;
   StateChoice choice;

@@ -1,4 +1,5 @@
-// Planner: the bytes that the state of a training takes, and those of the training around it.
+// Planner: computes the bytes of a training: of its state, and of the training around the
+// optimizer.
 #pragma once
 
 #include <cstdint>
@@ -24,13 +25,13 @@ struct StateBytes {
   double host = 0;
   double pinned = 0;
   double device = 0;
-  double ring = 0;   // of the device's
-  double early = 0;  // of the host's
+  double ring = 0;   // part of the device's bytes
+  double early = 0;  // part of the host's bytes
   double down = 0;   // a step
   double up = 0;
 };
 
-// One rank's training around the optimizer. Gradients take as much as params.
+// The bytes of one rank outside of the optimizer. Gradients take as much as params.
 struct TrainingBytes {
   uint64_t params = 0;
   uint64_t activations = 0;  // that stay on the device
@@ -47,12 +48,12 @@ class Planner {
   // INVALID_ARGUMENT names an option that is wrong.
   static Result<std::unique_ptr<Planner>> Make(const PlanOptions& options);
 
-  // Of `elements` params; what is left over by the fraction is on the device.
+  // The bytes of the state of `elements` params. The rest after the fraction is on the device.
   Result<StateBytes> State(uint64_t elements, const StateChoice& choice);
   TrainingBytes Training(uint64_t elements, const StateBytes& state) const;
 
   const hybridopt::Algorithm& algorithm() const { return *algorithm_; }
-  // What the library finds available on this host.
+  // The memory that the library finds available on this host.
   Result<uint64_t> HostAvailable();
 
  private:
@@ -66,7 +67,7 @@ class Planner {
   const hybridopt::DtypeRow* dtype_ = nullptr;
   uint64_t stash_bytes_ = 0;
   Context context_;       // simulated
-  void* data_ = nullptr;  // of any param that is planned
+  void* data_ = nullptr;  // the address of every param that is planned
   std::map<std::tuple<uint64_t, double, std::string, bool>, offload_plan_t> plans_;
 };
 
