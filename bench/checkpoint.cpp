@@ -119,7 +119,7 @@ double ExtraMiB(const std::function<void()>& work) {
   return std::max(0.0, StatusKiB("VmHWM:") - before) / 1024;
 }
 
-// What is timed in each round.
+// The contenders of each round.
 enum Contender : size_t {
   kWriteRaw,
   kSave,

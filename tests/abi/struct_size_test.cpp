@@ -528,8 +528,8 @@ std::string WithoutComments(std::string text) {
   return text;
 }
 
-// Each struct of each function of offload.h, and each struct at all but the one that the library
-// hands to a visitor.
+// The tables have a row for each struct parameter of each function of offload.h. They have every
+// struct except the one that the library passes to a visitor.
 TEST(Tables, HaveARowForEachStructOfEachCall) {
   std::set<std::string> pairs, structs;
   for (const std::vector<Row>& rows : {Inputs(), Outputs()}) {

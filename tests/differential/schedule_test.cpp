@@ -37,8 +37,8 @@ constexpr size_t kSteps = 2;
 // Chunks of 1024 of these wrap around every ring; the small params make chunks of many fragments.
 const std::vector<uint64_t> kCounts = {1500, 33, 700, 2100, 1, 1300, 1024};
 
-// From this problem on the step without clipping (in problems of even numbers the second one) has
-// ASSUME_FINITE: its verdict comes from the host.
+// From problem kVouchedProblems on, the step without clipping has ASSUME_FINITE, so its verdict
+// comes from the host. In problems with even numbers that is the second step.
 constexpr uint64_t kVouchedProblems = 30;
 
 // One of the steps is clipped and one is not, so that a verdict of another step shows; in some
@@ -239,7 +239,7 @@ class Training {
     if (schedule_.grads == Grads::kStay) return {};
     HYBRIDOPT_TRY(Leave(block, input));
     if (schedule_.grads == Grads::kLeave) return {};
-    // Another micro-batch: -0 changes no bit of what it is added to.
+    // Adds another micro-batch of -0, which changes no bit of the sum.
     WorkOnStream();
     for (size_t id = 0; id < problem_.params.size(); ++id) {
       const ParamSpec& spec = problem_.params[id];

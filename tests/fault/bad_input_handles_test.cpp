@@ -73,7 +73,7 @@ TEST(Handle, ChangedBitsOfAGoodHandleAreRefused) {
     auto stats = Make<offload_stats_t>();
     const int32_t status =
         offload_optimizer_get_stats(static_cast<offload_optimizer_t>(Address(changed)), &stats);
-    // Bits 48 to 55 say in which process of a family of forks it was made.
+    // Bits 48 to 55 of a handle hold the fork generation of the process that made it.
     EXPECT_EQ(status, bit >= 48 && bit < 56 ? OFFLOAD_INVALID_STATE : OFFLOAD_INVALID_ARGUMENT)
         << bit;
   }

@@ -258,7 +258,7 @@ int32_t Fail(World&) {
     const char* const text = CALL(offload_last_error);
     const bool told = std::strcmp(text, "optimizer is NULL, expected a handle") == 0;
     const bool short_of_memory = std::strncmp(text, "out of host memory", 18) == 0;
-    // NULL means that the text is neither of them.
+    // NULL means that the text is neither of the two texts above.
     if (status != OFFLOAD_INVALID_ARGUMENT || (!told && !short_of_memory)) return nullptr;
     static char good, no_text;
     return told ? &good : &no_text;

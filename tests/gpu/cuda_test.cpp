@@ -1,5 +1,5 @@
-// Tests of things that only a real GPU has: the caller's own CUDA runtime, its streams, contexts
-// and captures; and of calls that must not hang with them.
+// Tests of what only a real GPU has: the caller's own use of the CUDA runtime, its streams,
+// contexts and captures. Calls must not hang because of them.
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>

@@ -220,7 +220,8 @@ void BeNursery() {
   }
 }
 
-// In a fresh directory, in memory if there is a file system for it. True if all was well.
+// Runs the program in a new directory, which is in memory if there is a file system for that.
+// Returns whether the run had no error.
 bool Passes(const Name& name, bool quietly) {
   const std::string memory = "/dev/shm";
   const TemporaryDirectory directory(
@@ -320,8 +321,8 @@ int Explore(Program::Family family, uint64_t programs) {
   return 0;
 }
 
-// Starts this program again where addresses are not drawn at random. Where the system forbids that,
-// a seed repeats a run most of the time only.
+// Starts this program again without address randomization. If the system forbids that, a seed
+// repeats a run only most of the time.
 void FixAddresses(char** arguments) {
   const int persona = personality(0xffffffff);
   if (persona == -1 || (persona & ADDR_NO_RANDOMIZE) != 0) return;

@@ -762,7 +762,7 @@ def test_a_param_that_was_trained_and_is_frozen_comes_up_for_a_step_and_does_not
 
 @pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint", "materialize", "plan", "hook_gradients", "master_of"])
 def test_calls_of_an_optimizer_bring_weights_back_that_they_read(call, tmp_path):
-    """For example after an evaluation, whose layers have gone to the host."""
+    """Weights are on the host after an evaluation, for example, because its layers have left."""
     model, other = pair(torch.bfloat16)
     wrapping = stash_of().wrap(model.blocks, weights=True)
     first = adamw(other)

@@ -55,7 +55,8 @@ struct OptimizerModel {
   std::vector<ParamModel> params;
   bool committed = false;
   uint64_t steps = 0;  // queued since create
-  // No count of applied steps is above this: a load brings the counts of another optimizer.
+  // An upper bound of the counts of applied steps. A load can increase it, because it sets the
+  // counts of another optimizer.
   uint64_t steps_counted_max = 0;
   std::string checkpoint;  // its last save's
   bool saving = false;     // a save has been queued since all work was last known to be done

@@ -307,7 +307,8 @@ void Commit(World& world) {
   model->committed = true;
 }
 
-// Often enough that many objects exist, rarely enough that they live long.
+// The calls with their weights. Objects are made so often that many exist, and destroyed so rarely
+// that they live long.
 constexpr Call kCalls[] = {
     {"optimizer_create", CreateOptimizer, 4},
     {"optimizer_destroy", DestroyOptimizer, 1},

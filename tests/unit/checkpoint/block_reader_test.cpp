@@ -111,7 +111,7 @@ TEST_F(BlockReaderTest, AReadThatTakesLongIsWaitedForAndOthersGoOnMeanwhile) {
   EXPECT_EQ(files_.ended, 8u);
 }
 
-// The block that the caller has cannot be overwritten: there are no more reads than other blocks.
+// The caller's block cannot be overwritten, because there are only as many reads as other blocks.
 TEST_F(BlockReaderTest, ABlockStaysTheCallersUntilTheNextIsAskedFor) {
   std::vector<Extent> extents;
   for (uint64_t i = 0; i < 12; ++i) extents.push_back({0, i * 4096, 4096});

@@ -1,4 +1,5 @@
-// Lanes on a device without queues, and without their scratch: no address is made from NULL.
+// Lanes on a device without queues, and lanes without scratch memory: no address is computed from
+// NULL.
 #include "machine/lanes.h"
 
 #include <gtest/gtest.h>

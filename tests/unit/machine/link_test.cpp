@@ -15,8 +15,9 @@ namespace {
 
 constexpr int64_t kLongNs = 120'000'000'000;
 
-// A prefetch waits for two events, which are reached at the checks with these numbers; at a third
-// one it ends. One check asks about all prefetches that have not ended; checks count from 0.
+// A device whose events follow a script. A prefetch waits for two events and ends at a third one.
+// The script has the number of the check at which each of them is reached. One check asks about all
+// prefetches that have not ended; checks count from 0.
 class ScriptedDevice final : public ForwardingDevice {
  public:
   static constexpr int kNever = 1 << 30;

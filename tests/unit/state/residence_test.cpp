@@ -106,7 +106,7 @@ class ResidenceTest : public testing::Test {
   }
 };
 
-// A second statement of what a tier keeps of a param: an array or none.
+// A second implementation, for comparison, of whether a tier keeps an array of a param.
 bool Keeps(const Param& param, const ParamShape& shaped, const ShapeOptions& options, uint32_t slot,
            bool staged_host) {
   const bool split = options.formats.master != Format::kFp32 && param.dtype == OFFLOAD_BF16;

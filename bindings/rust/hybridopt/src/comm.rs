@@ -86,7 +86,7 @@ impl fmt::Debug for Comm<'_> {
 }
 
 unsafe extern "C" fn call_sum(user: *mut c_void, values: *mut f64, count: u32, ns: i64) -> i32 {
-    // SAFETY: `values` are `count` of them for the time of this call, `user` see below.
+    // SAFETY: `values` points to `count` elements during this call; for `user` see `call`.
     let values = unsafe { slice(values, count) };
     unsafe { call(user, |functions| (functions.sum)(values, duration(ns))) }
 }

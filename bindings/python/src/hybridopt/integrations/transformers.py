@@ -46,12 +46,12 @@ installed_options: dict[str, Any] | None = None  # some of OffloadOptions; None 
 
 
 class OffloadCallback(TrainerCallback):
-    """What Trainer does not do by itself.
+    """A callback that does what Trainer does not do by itself.
 
     Args:
         overlap (bool, default False): steps go on beside the next forward pass (OffloadOptimizer.overlap).
-        save_checkpoint (bool, default False): beside each checkpoint of Trainer's its folder `hybridopt`
-            is written by OffloadOptimizer.save_checkpoint, for any number of ranks and for other programs.
+        save_checkpoint (bool, default False): OffloadOptimizer.save_checkpoint also writes each checkpoint, into the
+            folder `hybridopt` of Trainer's checkpoint, for any number of ranks and for other programs.
         load_from (path, default None): such a folder, read when training begins, on any number of ranks.
             Trainer's resume_from_checkpoint reads Trainer's own files and does not need it.
     """
