@@ -389,6 +389,10 @@ typedef struct offload_optimizer_options {
                                   takes at most what all chunks could use. Must be 0 on the host
                                   device, with OFFLOAD_EXECUTORS_STREAMED, and if gradients are not
                                   movable */
+  int32_t track_changes;       /* 1: steps note which elements of params they change, for
+                                  offload_optimizer_changes: one bit for each element in device
+                                  memory, two in host memory; 0 = steps note nothing */
+  uint32_t reserved2;          /* 0 */
 } offload_optimizer_options_t;
 
 /* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion and
@@ -493,12 +497,14 @@ typedef struct offload_plan {
   uint64_t numa_bytes[64]; /* the part of host_bytes on each NUMA node: as the context's policy will
                               place it; after commit, while no work is queued, as the kernel
                               reports it for up to 4,096 pages of each array */
-  uint64_t numa_unknown_bytes; /* the rest of host_bytes: small tables, pages that nothing has
-                                  touched yet, nodes above 63; all of it without libnuma */
-  uint64_t device_ring_bytes;  /* of device_scratch_bytes: the ring that state on the host goes
-                                  through; 0 = CPU threads alone update the host share */
-  uint64_t pinned_state_bytes; /* of host_bytes: state that commit pins for that ring */
-  uint64_t host_early_bytes;   /* of host_bytes: for early updates */
+  uint64_t numa_unknown_bytes;  /* the rest of host_bytes: small tables, pages that nothing has
+                                   touched yet, nodes above 63; all of it without libnuma */
+  uint64_t device_ring_bytes;   /* of device_scratch_bytes: the ring that state on the host goes
+                                   through; 0 = CPU threads alone update the host share */
+  uint64_t pinned_state_bytes;  /* of host_bytes: state that commit pins for that ring */
+  uint64_t host_early_bytes;    /* of host_bytes: for early updates */
+  uint64_t host_change_bytes;   /* of host_bytes: for options.track_changes */
+  uint64_t device_change_bytes; /* of device_scratch_bytes: for options.track_changes */
 } offload_plan_t;
 
 /* Makes an optimizer; the caller then registers groups and params. Commit allocates the memory. The
@@ -868,6 +874,115 @@ OFFLOAD_API int32_t offload_optimizer_write_state(offload_optimizer_t optimizer,
  * while work is queued: wait first), POISONED. */
 OFFLOAD_API int32_t offload_optimizer_set_step_count(offload_optimizer_t optimizer, uint32_t param,
                                                      uint64_t step_count);
+
+/* ---------------------------------------------------------------------------------- changes -- */
+/* A trainer sends new weights to programs that follow it. At the learning rates of reinforcement
+ * learning a step changes a few percent of the bf16 numbers, so it sends those alone. With
+ * options.track_changes steps note which ones: they have old and new numbers at hand, and no second
+ * copy of the weights is kept.
+ *
+ *   offload_optimizer_changes              what may differ since changes were last acknowledged
+ *   (the program sends it, and its followers say that they have it)
+ *   offload_optimizer_acknowledge_changes  the next take begins from here
+ *
+ * A take gives all elements that may differ, and may give some that do not; never less. Until it is
+ * acknowledged, later takes give its elements again, so a take that was lost on its way costs
+ * nothing. The first take after commit gives all params as `dense`: send them whole. So does the
+ * first one after a load, and for the params that are named or written by _refresh_masters, by
+ * _write_state (masters), by _mark_changed, and by a bind that gives a param which is not offloaded
+ * another address. In host memory a refresh, and a step with OFFLOAD_STEP_FOLLOW_PARAMS, note what
+ * other code has written element by element. The library cannot see other writes: through a view of
+ * offload_optimizer_state, to a param that is its own master or one half of it, or before a step
+ * without OFFLOAD_STEP_FOLLOW_PARAMS. Tell it with offload_optimizer_mark_changed; if that is
+ * forgotten, the hash of the follower differs. */
+
+enum offload_changes_flag {
+  OFFLOAD_CHANGES_IN_TENSOR = 1, /* indices count in the whole tensor, row by row; without it in
+                                    this rank's shard */
+  OFFLOAD_CHANGES_GAPS = 2       /* store each index as its distance from the one before it, the
+                                    first one from 0, in as few bytes as the largest gap takes */
+};
+
+typedef struct offload_changes_options {
+  uint32_t struct_size;
+  uint32_t flags;        /* enum offload_changes_flag, or-ed */
+  void* buffer;          /* host memory for indices and values, aligned to 8 bytes */
+  uint64_t buffer_bytes; /* of it. If it does not suffice, the take is refused and out->bytes tells
+                            what is needed: so pass 0 first, or what was needed last time */
+  double dense_above;    /* a param of which a larger fraction has changed is dense, 0 to 1; 0 = if
+                            indices and values would take as many bytes as the whole param */
+  offload_stream_t stream; /* params are read after the work that is queued on it now */
+} offload_changes_options_t;
+
+/* What a take gives of one param. */
+typedef struct offload_change {
+  uint32_t struct_size;
+  uint32_t param;       /* its id */
+  int32_t dense;        /* 1: send the whole param; there are no indices and values */
+  int32_t dtype;        /* of the values: the param's, enum offload_dtype */
+  uint32_t index_bytes; /* of one index: 4 or 8; of one gap: 1, 2, 4 or 8. Unsigned */
+  int32_t gaps;         /* 1: the indices are gaps. 0 also where OFFLOAD_CHANGES_GAPS was set, but
+                           the shard's boxes are not in the order of the tensor */
+  uint64_t count;       /* elements that may differ; if dense, all that the rank has */
+  uint64_t indices_offset; /* bytes into options.buffer; a multiple of 8 */
+  uint64_t values_offset;  /* the same, of the new values, in the order of the indices */
+  uint64_t hash;           /* of all that the rank has of the param (offload_content_hash): what the
+                              follower must have afterwards */
+  uint64_t base_hash;      /* the hash as of the take that was acknowledged last: what the follower
+                              must have before. Not if dense */
+  int32_t has_base;        /* 0: no take of this param has been acknowledged */
+  uint32_t reserved;       /* 0 */
+} offload_change_t;
+
+typedef struct offload_changes {
+  uint32_t struct_size;
+  uint32_t param_count;           /* of `params` */
+  uint64_t take;                  /* the number to acknowledge; 0: the take was refused */
+  uint64_t bytes;                 /* of options.buffer that the take has used or needs */
+  const offload_change_t* params; /* in the order asked for, params[0].struct_size bytes apart. The
+                                     library owns them; valid until the next take, or destroy */
+} offload_changes_t;
+
+/* Takes what may have changed of these params (NULL: all) since changes were last acknowledged.
+ * Params may be on the device, on the host or offloaded. Returns when all has been copied, without
+ * waiting for queued work: while there is some, the call is refused. No work of the caller may
+ * write the params meanwhile. A take that is refused or fails clears nothing.
+ * If options.buffer_bytes does not suffice, the status is INVALID_ARGUMENT, and of *out the library
+ * writes `bytes`.
+ * Errors: INVALID_ARGUMENT (unknown param, or one twice; buffer is NULL or not aligned;
+ * buffer_bytes: the text has the bytes needed; dense_above; stream), INVALID_STATE (before commit;
+ * options.track_changes was 0; while work is queued, a save until its ticket completes; a param has
+ * no address), UNSUPPORTED (unknown flag), OUT_OF_HOST_MEMORY, DEVICE_FAILED, POISONED. */
+OFFLOAD_API int32_t offload_optimizer_changes(offload_optimizer_t optimizer, const uint32_t* params,
+                                              uint32_t param_count,
+                                              const offload_changes_options_t* options,
+                                              offload_changes_t* out);
+
+/* Says that the followers have all that a take gave: later takes begin from its values. Elements
+ * that a step has changed since the take are given again. May be called while work is queued, and
+ * again. Of params that a later take has named too, nothing is cleared before that one is
+ * acknowledged.
+ * Errors: INVALID_ARGUMENT (not a take of this optimizer), INVALID_STATE (as above), POISONED. */
+OFFLOAD_API int32_t offload_optimizer_acknowledge_changes(offload_optimizer_t optimizer,
+                                                          uint64_t take);
+
+/* Says that other code has written these params (NULL: all), or may have: the next take gives them
+ * whole. May be called while work is queued.
+ * Errors: INVALID_ARGUMENT (unknown param), INVALID_STATE (before commit; options.track_changes was
+ * 0), POISONED. */
+OFFLOAD_API int32_t offload_optimizer_mark_changed(offload_optimizer_t optimizer,
+                                                   const uint32_t* params, uint32_t param_count);
+
+/* The hash of `bytes` bytes in host memory, which a follower compares with that of a take. With
+ * word i (from 0) of 8 bytes, little-endian, the last one filled up with zeros, it is the sum of
+ * mix(word + (i + 1) * 0x9E3779B97F4A7C15) over all words, plus mix(bytes); all modulo 2^64, where
+ * mix(x) is
+ *   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+ *   x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+ *   x ^ (x >> 31)
+ * So parts may be hashed in any order. It finds errors, and not what somebody has forged.
+ * Errors: INVALID_ARGUMENT (data is NULL and bytes is not 0; hash is NULL). */
+OFFLOAD_API int32_t offload_content_hash(const void* data, uint64_t bytes, uint64_t* hash);
 
 /* Totals since create, and the memory in use now. Fields that offload_step_result_t has too are
  * sums over all steps. */

@@ -14,6 +14,7 @@
 #include "optimizer/optimizer.h"
 #include "runtime/thread_text.h"
 #include "stash/stash.h"
+#include "state_io/content_hash.h"
 
 namespace {
 
@@ -549,6 +550,46 @@ int32_t offload_optimizer_grads_to_keep(offload_optimizer_t optimizer, uint8_t* 
     HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
     if (keep == nullptr) return Status::Error(OFFLOAD_INVALID_ARGUMENT, "keep is NULL");
     return found->GradsToKeep({keep, count});
+  });
+}
+
+int32_t offload_optimizer_changes(offload_optimizer_t optimizer, const uint32_t* params,
+                                  uint32_t param_count, const offload_changes_options_t* options,
+                                  offload_changes_t* out) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    HYBRIDOPT_TRY(CheckOutput(out, "out"));
+    HYBRIDOPT_ASSIGN(const offload_changes_options_t read, Read(options, "options"));
+    if (param_count > 0) HYBRIDOPT_TRY(CheckPointer(params, "params"));
+    offload_changes_t changes{};
+    const Status status = found->Changes({params, param_count}, read, changes);
+    if (status.ok() || changes.bytes > read.buffer_bytes) Write(out, changes);
+    return status;
+  });
+}
+
+int32_t offload_optimizer_acknowledge_changes(offload_optimizer_t optimizer, uint64_t take) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    return found->AcknowledgeChanges(take);
+  });
+}
+
+int32_t offload_optimizer_mark_changed(offload_optimizer_t optimizer, const uint32_t* params,
+                                       uint32_t param_count) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    if (param_count > 0) HYBRIDOPT_TRY(CheckPointer(params, "params"));
+    return found->MarkChanged({params, param_count});
+  });
+}
+
+int32_t offload_content_hash(const void* data, uint64_t bytes, uint64_t* hash) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_TRY(CheckPointer(hash, "hash"));
+    if (bytes > 0) HYBRIDOPT_TRY(CheckPointer(data, "data"));
+    *hash = HashOfParts(HashOfPart(data, bytes, 0), bytes);
+    return {};
   });
 }
 

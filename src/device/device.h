@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "kernels/changes/changes.h"
 #include "kernels/kernels.h"
 
 namespace hybridopt {
@@ -27,6 +28,7 @@ struct DeviceUpdate {
   // Index into the launch's coefficients; grad_factor there is only the sign of maximize.
   uint32_t coefficients;
   StateFormats formats = {};
+  NotedBits noted = {};  // at a device address; of the span's first element
 
   SpanTypes types() const { return {grad_dtype, param_dtype, formats}; }
 };

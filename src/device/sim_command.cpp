@@ -89,6 +89,15 @@ Result<UpdateSpan> SimExecutor::LocateSpan(const DeviceUpdate& update) const {
   return span;
 }
 
+Result<NotedBits> SimExecutor::LocateNoted(const DeviceUpdate& update) const {
+  NotedBits noted = update.noted;
+  if (noted.words == nullptr || update.span.count == 0) return NotedBits{};
+  const uint64_t words = NotedWords(noted.first % 64 + update.span.count);
+  HYBRIDOPT_ASSIGN(uint64_t* const located,
+                   Locate("changes", noted.words + noted.first / 64, words));
+  return NotedBits{located, noted.first % 64};
+}
+
 Status SimExecutor::Execute(const sim::Command& command, const std::atomic<bool>& abandoned) const {
   return std::visit(
       [&](const auto& one) {
@@ -177,14 +186,16 @@ Status SimExecutor::Apply(const sim::Update& update) const {
   for (const DeviceUpdate& one : launch.updates) {
     HYBRIDOPT_CHECK(one.coefficients < launch.coefficients.size());
     HYBRIDOPT_TRY(LocateSpan(one).status());
+    HYBRIDOPT_TRY(LocateNoted(one).status());
   }
   if (verdict->skip != 0) return Status();
   for (const DeviceUpdate& one : launch.updates) {
     HYBRIDOPT_ASSIGN(const UpdateSpan span, LocateSpan(one));
+    HYBRIDOPT_ASSIGN(const NotedBits noted, LocateNoted(one));
     if (span.count == 0) continue;
     Coefficients coefficients = launch.coefficients[one.coefficients];
     coefficients.grad_factor *= verdict->grad_factor;
-    kernels_.Update(launch.rule, one.types())(coefficients, span);
+    UpdateAndNote(kernels_, launch.rule, one.types(), coefficients, span, noted);
   }
   kernels_.publish();
   return Status();

@@ -146,6 +146,7 @@ class SimExecutor {
   Result<void*> LocateArray(const char* what, const void* device, int32_t dtype,
                             uint64_t count) const;
   Result<UpdateSpan> LocateSpan(const DeviceUpdate& update) const;
+  Result<NotedBits> LocateNoted(const DeviceUpdate& update) const;
 
   // One input of a norm, at addresses that host code can access.
   struct NormBlocks {

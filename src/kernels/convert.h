@@ -105,6 +105,11 @@ struct Element<OFFLOAD_FP16> {
   HYBRIDOPT_EVERYWHERE static uint16_t Round(float value) { return Fp32ToFp16(value); }
 };
 
+// Whether the two bf16 numbers nearest to it are equally far.
+HYBRIDOPT_EVERYWHERE inline bool IsTieOfBf16(float value) {
+  return (std::bit_cast<uint32_t>(value) & 0xFFFF) == 0x8000;
+}
+
 // One element of FollowParamsFunction (kernels.h), for dtypes of 16 bits.
 template <int32_t kDtype>
 HYBRIDOPT_EVERYWHERE void FollowParam(uint16_t param, float* master) {

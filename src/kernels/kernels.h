@@ -136,6 +136,22 @@ using FollowParamsFunction = void (*)(const void* param, uint64_t count, float* 
 // reading them first.
 using CopyPastCachesFunction = void (*)(void* to, const void* from, uint64_t bytes);
 
+// Where changes/changes.h sees what a param is, before and after an update.
+enum class ParamSource : uint32_t {
+  kFp32,           // in the master, which has the same bits
+  kRoundedToBf16,  // in the master, which is rounded to the param, ties to even
+  kRoundedToFp16,
+  kBesideMaster  // in the param, which the update reads too
+};
+inline constexpr uint32_t kParamSources = 4;
+
+// Sets bit i of `bits` if param i may be another one than before, else clears it. `before` and
+// `after` have masters, or params of 16 bits, as the source says. Rounded to bf16 a master that is
+// a tie, or NaN, counts as another param: other code may have rounded the tie the other way. Writes
+// whole words, and up to 8 bytes behind them.
+using FindChangesFunction = void (*)(const void* before, const void* after, uint64_t count,
+                                     uint64_t* bits);
+
 // A number for each combination of a rule and types. The format of the second moment follows from
 // that of the first.
 constexpr uint32_t IndexOf(Rule rule, const SpanTypes& types) {
@@ -171,6 +187,7 @@ struct KernelTable {
   AccumulateFunction accumulate[kDtypeCount];
   FollowParamsFunction follow_params[kDtypeCount];
   CopyPastCachesFunction copy_past_caches;
+  FindChangesFunction find_changes[kParamSources];
 
   UpdateFunction Update(Rule rule, int32_t grad_dtype, int32_t param_dtype) const {
     return update.Of(rule, {grad_dtype, param_dtype, {}});
@@ -180,6 +197,9 @@ struct KernelTable {
   ToFp32Function ToFp32(int32_t dtype) const { return to_fp32[dtype - 1]; }
   AccumulateFunction Accumulate(int32_t dtype) const { return accumulate[dtype - 1]; }
   FollowParamsFunction FollowParams(int32_t dtype) const { return follow_params[dtype - 1]; }
+  FindChangesFunction FindChanges(ParamSource source) const {
+    return find_changes[static_cast<uint32_t>(source)];
+  }
 };
 
 // The scalar specification (kernels/reference.cpp).

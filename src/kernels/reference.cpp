@@ -80,6 +80,22 @@ struct Weights {
   }
 };
 
+// Whether a param that a source shows may be another one.
+template <ParamSource kSource>
+bool MayDiffer(const void* before, const void* after, uint64_t i) {
+  if constexpr (kSource == ParamSource::kBesideMaster) {
+    return static_cast<const uint16_t*>(before)[i] != static_cast<const uint16_t*>(after)[i];
+  } else if constexpr (kSource == ParamSource::kFp32) {
+    return static_cast<const uint32_t*>(before)[i] != static_cast<const uint32_t*>(after)[i];
+  } else {
+    const float old = static_cast<const float*>(before)[i];
+    const float now = static_cast<const float*>(after)[i];
+    if constexpr (kSource == ParamSource::kRoundedToFp16) return Fp32ToFp16(old) != Fp32ToFp16(now);
+    return std::isnan(old + now) || IsTieOfBf16(old) || IsTieOfBf16(now) ||
+           Fp32ToBf16(old) != Fp32ToBf16(now);
+  }
+}
+
 struct Kernels {
   template <Rule kRule, SpanTypes kTypes>
   static void Update(const Coefficients& c, const UpdateSpan& span) {
@@ -139,6 +155,14 @@ struct Kernels {
   static void FollowParams(const void* param, uint64_t count, float* master) {
     const auto* elements = static_cast<const uint16_t*>(param);
     for (uint64_t i = 0; i < count; ++i) FollowParam<kDtype>(elements[i], &master[i]);
+  }
+
+  template <ParamSource kSource>
+  static void FindChanges(const void* before, const void* after, uint64_t count, uint64_t* bits) {
+    for (uint64_t i = 0; i < count; ++i) {
+      if (i % 64 == 0) bits[i / 64] = 0;
+      bits[i / 64] |= uint64_t{MayDiffer<kSource>(before, after, i)} << (i % 64);
+    }
   }
 };
 

@@ -93,9 +93,14 @@ constexpr void FillDtype(KernelTable& table) {
     table.follow_params[kDtype - 1] = Kernels::template FollowParams<kDtype>;
 }
 
+template <typename Kernels, ParamSource kSource>
+constexpr void FillSource(KernelTable& table) {
+  table.find_changes[static_cast<uint32_t>(kSource)] = Kernels::template FindChanges<kSource>;
+}
+
 // Kernels has the static member templates Update<rule, types>, SumSquares<dtype>, ToFp32<dtype>,
-// Accumulate<dtype> and FollowParams<dtype of 16 bits>, and the functions Publish and
-// CopyPastCaches.
+// Accumulate<dtype>, FollowParams<dtype of 16 bits> and FindChanges<source>, and the functions
+// Publish and CopyPastCaches.
 template <typename Kernels>
 constexpr KernelTable MakeTable(const char* isa) {
   KernelTable table = {};
@@ -106,6 +111,10 @@ constexpr KernelTable MakeTable(const char* isa) {
   FillDtype<Kernels, OFFLOAD_FP32>(table);
   FillDtype<Kernels, OFFLOAD_BF16>(table);
   FillDtype<Kernels, OFFLOAD_FP16>(table);
+  FillSource<Kernels, ParamSource::kFp32>(table);
+  FillSource<Kernels, ParamSource::kRoundedToBf16>(table);
+  FillSource<Kernels, ParamSource::kRoundedToFp16>(table);
+  FillSource<Kernels, ParamSource::kBesideMaster>(table);
   return table;
 }
 

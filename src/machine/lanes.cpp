@@ -19,9 +19,13 @@ uint64_t BlockSumsBytes(const LaneSizes& sizes) {
   return system::RoundUp(sizes.norm_blocks * sizeof(double), kScratchAlignmentBytes);
 }
 
+uint64_t ChangeBytes(const LaneSizes& sizes) {
+  return system::RoundUp(sizes.change_words * sizeof(uint64_t), kScratchAlignmentBytes);
+}
+
 // The offset at which the device's ring begins.
 uint64_t RingOffset(const LaneSizes& sizes) {
-  return kVerdictBytes + BlockSumsBytes(sizes) +
+  return kVerdictBytes + BlockSumsBytes(sizes) + ChangeBytes(sizes) +
          system::RoundUp(sizes.device_grad_elements * sizeof(float), kScratchAlignmentBytes);
 }
 
@@ -148,6 +152,7 @@ Result<std::unique_ptr<Lanes>> Lanes::Create(Context& context, const LaneSizes& 
 Status Lanes::CreateAll(const LaneSizes& sizes) {
   HYBRIDOPT_TRY(context_.CheckPinned(PinnedBytes(sizes), kShrinks));
   block_sums_bytes_ = BlockSumsBytes(sizes);
+  change_bytes_ = ChangeBytes(sizes);
   HYBRIDOPT_ASSIGN(verdict_page_, PinnedRoom::Take(context_, VerdictPageBytes(sizes), kShrinks));
   host_verdict = reinterpret_cast<Verdict*>(verdict_page_.data());
   host_block_sums = reinterpret_cast<double*>(verdict_page_.data() + kVerdictBytes);
@@ -199,8 +204,9 @@ void Lanes::UseScratch(LaneScratch& scratch) {
   const bool present = data != nullptr;
   device_verdict = reinterpret_cast<Verdict*>(data);
   block_sums = present ? reinterpret_cast<double*>(data + kVerdictBytes) : nullptr;
-  device_grads =
-      present ? reinterpret_cast<float*>(data + kVerdictBytes + block_sums_bytes_) : nullptr;
+  std::byte* const changes = present ? data + kVerdictBytes + block_sums_bytes_ : nullptr;
+  device_changes = change_bytes_ > 0 ? reinterpret_cast<uint64_t*>(changes) : nullptr;
+  device_grads = present ? reinterpret_cast<float*>(changes + change_bytes_) : nullptr;
 }
 
 Result<StreamHandle> Lanes::NewStream(const char* label) {

@@ -40,6 +40,7 @@ struct LaneSizes {
   uint64_t slot_grad_bytes = 0;
   uint64_t slot_param_bytes = 0;
   uint64_t norm_blocks = 0;
+  uint64_t change_words = 0;          // of bits on the device, one for each element
   uint64_t device_grad_elements = 0;  // room in fp32 for gradients that a step copies up
   bool streams_state = false;         // state may go through the device's ring, now or later
   uint32_t stream_slots = 0;          // 0: no ring on the device
@@ -80,10 +81,10 @@ class LaneRing {
   std::vector<TimedEvent> uploaded_;  // per slot: the copies of params to the device have ended
 };
 
-// Device memory for norm sums, the verdict, gradients that the host holds and a step copies up, and
-// the ring through which state streams.
+// Device memory for norm sums, the verdict, the bits of elements that the device changes, gradients
+// that the host holds and a step copies up, and the ring through which state streams.
 //
-//   | verdict | block sums | gradients copied up | slot 0 of the ring | slot 1 | ...
+//   | verdict | block sums | changes | gradients copied up | slot 0 of the ring | slot 1 | ...
 class LaneScratch {
  public:
   LaneScratch() = default;
@@ -195,6 +196,7 @@ class Lanes {
   EventHandle grads_summed = nullptr;  // on the host: block sums of gradients being moved
   double* block_sums = nullptr;        // device
   Verdict* device_verdict = nullptr;   // device
+  uint64_t* device_changes = nullptr;  // device: a bit for each element that the device has changed
   float* device_grads = nullptr;       // device: gradients copied up for a step
   Verdict* host_verdict = nullptr;     // pinned
   double* host_block_sums = nullptr;   // pinned: block_sums, for a verdict made on the host
@@ -213,6 +215,7 @@ class Lanes {
   std::vector<EventHandle> ready_;     // kMaxProducers per slot of the timeline
   EventHandle kept_ready_ = nullptr;   // the event that KeepReadyEvent has taken
   uint64_t block_sums_bytes_ = 0;
+  uint64_t change_bytes_ = 0;
   PinnedRoom verdict_page_;  // host_verdict, host_block_sums
   std::mutex exchange_;
   LaneRing ring_;

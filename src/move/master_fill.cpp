@@ -101,10 +101,14 @@ void MasterFill::FillOnHost(const Chunk& chunk, std::byte* staged,
         if (data == nullptr) return;
         const Param& param = table_.param(id);
         const uint64_t element = fragment.begin + first;
-        const auto fill = moments ? kernels.ToFp32(param.dtype) : kernels.FollowParams(param.dtype);
-        if (std::byte* master = memory_.At(fragment.tier, id, kMaster, element); master != nullptr)
-          fill(ParamAt(fragment, first, DtypeBytes(param.dtype), staged, data), count,
-               reinterpret_cast<float*>(master));
+        const std::byte* const from =
+            ParamAt(fragment, first, DtypeBytes(param.dtype), staged, data);
+        auto* const master =
+            reinterpret_cast<float*>(memory_.At(fragment.tier, id, kMaster, element));
+        if (master != nullptr && moments) kernels.ToFp32(param.dtype)(from, count, master);
+        if (master != nullptr && !moments)
+          FollowAndNote(kernels, param.dtype, from, count, master,
+                        changes_.OnHost(id).From(element));
         for (StateSlot slot : {kMasterLow, kMoment0, kMoment1})
           if (moments || slot == kMasterLow)
             FillArray(memory_.At(fragment.tier, id, slot, element), count,

@@ -17,6 +17,7 @@
 #include "place/state_memory.h"
 #include "state/chunk_table.h"
 #include "state/move_table.h"
+#include "state_io/change_log.h"
 
 namespace hybridopt {
 
@@ -26,7 +27,7 @@ class MasterFill {
   // it runs.
   MasterFill(Context& context, const ParamTable& table, const StateShape& shape,
              const Residence& residence, const ChunkTable& chunks, StateMemory& memory,
-             Lanes& lanes)
+             Lanes& lanes, const ChangeLog& changes)
       : context_(context),
         device_(context.device()),
         table_(table),
@@ -35,6 +36,7 @@ class MasterFill {
         chunks_(chunks),
         memory_(memory),
         lanes_(lanes),
+        changes_(changes),
         addresses_(table.size()) {}
 
   static uint64_t ScratchBytes(const ParamTable& table) { return table.size() * sizeof(Addresses); }
@@ -60,6 +62,7 @@ class MasterFill {
   const ChunkTable& chunks_;
   StateMemory& memory_;
   Lanes& lanes_;
+  const ChangeLog& changes_;
   std::vector<float> first_moments_;  // per group: initial values
   std::vector<Addresses> addresses_;  // per param; NULL for params that a refresh does not change
 };

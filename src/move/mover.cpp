@@ -56,7 +56,7 @@ class Mover::GradPieces {
 
 Mover::Mover(Context& context, const ParamTable& table, const StateShape& shape,
              const Residence& residence, StateMemory& memory, Lanes& lanes, const SwapMemory& swap,
-             HostNormSums& host_norm_sums, MasterFill& master_fill)
+             HostNormSums& host_norm_sums, MasterFill& master_fill, ChangeLog& changes)
     : context_(context),
       device_(context.device()),
       table_(table),
@@ -66,7 +66,8 @@ Mover::Mover(Context& context, const ParamTable& table, const StateShape& shape,
       lanes_(lanes),
       swap_(swap),
       host_norm_sums_(host_norm_sums),
-      master_fill_(master_fill) {
+      master_fill_(master_fill),
+      changes_(changes) {
   copies_.reserve(kStateSlots * table.size());
   norm_inputs_.reserve(table.size());
 }
@@ -91,7 +92,7 @@ Status Mover::Run(MoveRequest& request, uint64_t* bytes) {
   if (request.frees_device_memory) {  // no work uses it: steps and moves wait for their own work
     memory_.FreeDevice();
     LaneScratch old;  // UseScratch swaps, so this gets the lanes' scratch memory and frees it
-    lanes_.UseScratch(old);
+    return changes_.UseScratch(old);
   }
   return {};
 }
@@ -150,8 +151,7 @@ void Mover::ListStates(const MoveRequest& request) {
 Status Mover::UseDeviceMemory(MoveRequest& request) {
   if (!request.brings_device_memory) return {};
   HYBRIDOPT_TRY(memory_.GrowDevice(request.pages));
-  lanes_.UseScratch(request.scratch);
-  return {};
+  return changes_.UseScratch(request.scratch);
 }
 
 Status Mover::CopyListed(Direction direction, uint64_t* bytes) {

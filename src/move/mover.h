@@ -23,6 +23,7 @@
 #include "place/state_memory.h"
 #include "place/swap_memory.h"
 #include "state/lifecycle.h"
+#include "state_io/change_log.h"
 
 namespace hybridopt {
 
@@ -44,7 +45,7 @@ class Mover {
  public:
   Mover(Context& context, const ParamTable& table, const StateShape& shape,
         const Residence& residence, StateMemory& memory, Lanes& lanes, const SwapMemory& swap,
-        HostNormSums& host_norm_sums, MasterFill& master_fill);
+        HostNormSums& host_norm_sums, MasterFill& master_fill, ChangeLog& changes);
 
   // How many bytes the tables of a mover take; the plan counts them.
   static uint64_t ScratchBytes(const ParamTable& table) {
@@ -97,6 +98,7 @@ class Mover {
   const SwapMemory& swap_;
   HostNormSums& host_norm_sums_;
   MasterFill& master_fill_;
+  ChangeLog& changes_;
   // The copies of the running move.
   std::vector<Copy> copies_;
   std::vector<NormInput> norm_inputs_;

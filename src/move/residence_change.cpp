@@ -18,7 +18,7 @@ Status ResidenceChanger::Run(ResidenceRequest& request) {
   HYBRIDOPT_TRY(CopyDown());
   HYBRIDOPT_TRY(CopyUp());
   if (request.ring.has_value() && !ring_first) lanes_.UseRing(*request.ring);
-  if (request.scratch.has_value()) lanes_.UseScratch(*request.scratch);
+  if (request.scratch.has_value()) HYBRIDOPT_TRY(changes_.UseScratch(*request.scratch));
   if (request.swap.has_value()) std::swap(swap_.states(), *request.swap);
   memory_.Shrink(residence_, request.residence);
   residence_ = std::move(request.residence);

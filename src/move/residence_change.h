@@ -19,6 +19,7 @@
 #include "place/state_locator.h"
 #include "runtime/parallel_copy.h"
 #include "state/chunk_table.h"
+#include "state_io/change_log.h"
 
 namespace hybridopt {
 
@@ -44,7 +45,7 @@ class ResidenceChanger {
   // `residence` and `chunks` are those that the optimizer's steps use; Run replaces them.
   ResidenceChanger(Context& context, const ParamTable& table, const StateShape& shape,
                    Residence& residence, ChunkTable& chunks, StateMemory& memory, Lanes& lanes,
-                   SwapMemory& swap)
+                   SwapMemory& swap, ChangeLog& changes)
       : context_(context),
         device_(context.device()),
         table_(table),
@@ -53,7 +54,8 @@ class ResidenceChanger {
         chunks_(chunks),
         memory_(memory),
         lanes_(lanes),
-        swap_(swap) {}
+        swap_(swap),
+        changes_(changes) {}
 
   // After Run the caller must tell all users of the chunks and of the ring that both have changed.
   Status Run(ResidenceRequest& request);
@@ -92,6 +94,7 @@ class ResidenceChanger {
   StateMemory& memory_;
   Lanes& lanes_;
   SwapMemory& swap_;
+  ChangeLog& changes_;
 
   // The copies of the running change.
   std::vector<Copy> down_;

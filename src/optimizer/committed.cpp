@@ -38,17 +38,18 @@ Status Committed::TakeMemory() {
 }
 
 void Committed::MakeParts(const Comm& comm, const offload_optimizer_options_t& options) {
-  pipeline =
-      std::make_unique<StepPipeline>(context,
-                                     StepParts{table, shape, residence, chunks, *memory, *swap,
-                                               *lanes, *host_norm_sums, step_counts, comm},
-                                     options.rounding_seed);
-  master_fill =
-      std::make_unique<MasterFill>(context, table, shape, residence, chunks, *memory, *lanes);
+  changes = std::make_unique<ChangeLog>(context, shape, *lanes);
+  pipeline = std::make_unique<StepPipeline>(
+      context,
+      StepParts{table, shape, residence, chunks, *memory, *swap, *lanes, *host_norm_sums,
+                step_counts, comm, *changes},
+      options.rounding_seed);
+  master_fill = std::make_unique<MasterFill>(context, table, shape, residence, chunks, *memory,
+                                             *lanes, *changes);
   mover = std::make_unique<Mover>(context, table, shape, residence, *memory, *lanes, *swap,
-                                  *host_norm_sums, *master_fill);
+                                  *host_norm_sums, *master_fill, *changes);
   residence_changer = std::make_unique<ResidenceChanger>(context, table, shape, residence, chunks,
-                                                         *memory, *lanes, *swap);
+                                                         *memory, *lanes, *swap, *changes);
   checkpoints = std::make_unique<Checkpoints>(context, table, shape, Locator(), step_counts, comm);
   lifecycle = std::make_unique<Lifecycle>(table, options.movable,
                                           StateBytes(shape, decided.residence, Tier::kDevice));

@@ -23,6 +23,7 @@
 #include "save/checkpoints.h"
 #include "state/lifecycle.h"
 #include "state/param_table.h"
+#include "state_io/change_log.h"
 #include "step/step.h"
 
 namespace hybridopt {
@@ -61,6 +62,7 @@ struct Committed {
   std::unique_ptr<SwapMemory> swap;
   std::unique_ptr<HostNormSums> host_norm_sums;
   StepCounts step_counts;
+  std::unique_ptr<ChangeLog> changes;
   std::unique_ptr<StepPipeline> pipeline;
   std::unique_ptr<MasterFill> master_fill;
   std::unique_ptr<Mover> mover;

@@ -92,7 +92,10 @@ Result<uint32_t> Optimizer::AddParams(std::span<const ParamInput> params) {
 }
 
 Status Optimizer::Bind(std::span<const offload_binding_t> bindings) {
-  if (committed_ != nullptr) HYBRIDOPT_TRY(committed_->timeline->CheckPoison());
+  if (committed_ != nullptr) {
+    HYBRIDOPT_TRY(committed_->timeline->CheckPoison());
+    if (committed_->changes->on()) MarkRebound(bindings);
+  }
   return table_.Bind(bindings);
 }
 
@@ -219,6 +222,7 @@ Status Optimizer::Commit(StreamHandle stream) {
   HYBRIDOPT_TRY(committed->pipeline->Start());
   HYBRIDOPT_TRY(committed->master_fill->Initialize(table_.addresses(), stream));
   HYBRIDOPT_TRY(PinStates(*committed));  // the workers must touch it before: Initialize does that
+  HYBRIDOPT_TRY(committed->changes->ClearDevice());
   committed->planned_device_bytes = plan.device_bytes;
   HYBRIDOPT_ASSIGN(std::atomic<uint64_t>* const progress, context_->device().NewFlag());
   HYBRIDOPT_TRY(context_->runners().Start());

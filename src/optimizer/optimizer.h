@@ -16,6 +16,7 @@
 #include "machine/ticket_numbers.h"
 #include "optimizer/committed.h"
 #include "state/param_table.h"
+#include "state_io/change_reader.h"
 #include "state_io/state_writer.h"
 
 namespace hybridopt {
@@ -75,6 +76,12 @@ class Optimizer {
   Status ReadState(const StateKindElements& asked, float* values);
   Status WriteState(const StateKindElements& asked, const float* values);
   Status SetStepCount(uint32_t param, uint64_t step_count);
+  // These three are implemented in optimizer_changes.cpp. A null span of params means all params.
+  // Changes writes *out, and `bytes` of it also where the caller's buffer is too small.
+  Status Changes(std::span<const uint32_t> params, const offload_changes_options_t& options,
+                 offload_changes_t& out);
+  Status AcknowledgeChanges(uint64_t take);
+  Status MarkChanged(std::span<const uint32_t> params);
   offload_stats_t Stats() const;
   Status GradsToKeep(std::span<uint8_t> keep) const;
 
@@ -88,6 +95,13 @@ class Optimizer {
   Status CheckCommitted() const;
   Status ClaimState() const;
   Status CheckParam(uint32_t param) const;
+  Status CheckTracking() const;
+  Result<std::vector<uint32_t>> ParamsToTake(std::span<const uint32_t> params) const;
+  Status AwaitCaller(StreamHandle stream);
+  Status ReadChanges(const offload_changes_options_t& options,
+                     std::span<const ChangeIndexer> indexers);
+  Status CheckBuffer(const offload_changes_options_t& options, uint64_t bytes) const;
+  void MarkRebound(std::span<const offload_binding_t> bindings);
   Result<StateSlot> FindSlot(uint32_t param, int32_t kind, Format master) const;
   Result<StateElements> ElementsOf(const StateKindElements& asked, const float* values) const;
   Status CheckStepOptions(const offload_step_options_t& options) const;
@@ -138,6 +152,8 @@ class Optimizer {
   // The part of the host share that was streamed through the device in the last step that updated
   // the host share. Guarded by results_mutex_.
   double streamed_share_ = 0;
+
+  std::vector<offload_change_t> changes_;  // of the last take, for the caller to read
 
   std::unique_ptr<Committed> committed_;
   std::atomic<bool> is_committed_ = false;  // for the calls that any thread may make at any time

@@ -34,6 +34,11 @@ Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint
     return sequence.status();
   }
   committed.lifecycle->Apply(move, ids);
+  // Only in host memory the workers see what other code has written, and note it.
+  if (move == Move::kRefreshMasters)
+    for (uint32_t id : ids)
+      if (!context_->device().unified() || !committed.shape.params[id].Keeps(Tier::kHost, kMaster))
+        committed.changes->MarkWhole(id);
   ReleaseAddresses(move, ids);
   if (request.frees_device_memory) committed.device_memory_held = false;
   if (request.brings_device_memory) committed.device_memory_held = true;

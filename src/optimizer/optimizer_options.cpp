@@ -169,6 +169,18 @@ Status CheckEarlyUpdates(const offload_optimizer_options_t& options, const Devic
   return {};
 }
 
+Status CheckTrackChanges(const offload_optimizer_options_t& options) {
+  if (options.track_changes != 0 && options.track_changes != 1)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.track_changes is %d, expected 0 or 1 (steps note what they "
+                         "change)",
+                         options.track_changes);
+  if (options.reserved2 != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "options.reserved2 is %u, expected 0",
+                         options.reserved2);
+  return {};
+}
+
 }  // namespace
 
 Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const Device& device) {
@@ -193,6 +205,7 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const D
   HYBRIDOPT_TRY(CheckFormats(options));
   HYBRIDOPT_TRY(CheckExecutors(options, device));
   HYBRIDOPT_TRY(CheckEarlyUpdates(options, device));
+  HYBRIDOPT_TRY(CheckTrackChanges(options));
   if (options.comm_timeout_ns > INT64_MAX)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.comm_timeout_ns is %llu, expected at most 2^63 - 1",
@@ -219,6 +232,7 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
   shape.streams_state = !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU;
   shape.stream_ring_bytes = options.stream_ring_bytes;
   shape.early_bytes = options.early_update_bytes;
+  shape.tracks_changes = options.track_changes != 0;
   shape.staging_slots = options.staging_slots != 0 ? options.staging_slots : kDefaultStagingSlots;
   return shape;
 }

@@ -122,6 +122,7 @@ Status Optimizer::WriteState(const StateKindElements& asked, const float* values
   HYBRIDOPT_ASSIGN(const StateElements elements, ElementsOf(asked, values));
   HYBRIDOPT_TRY(ClaimState());
   if (elements.count == 0) return {};
+  if (elements.slot == kMaster) committed_->changes->MarkWhole(elements.param);
   HYBRIDOPT_ASSIGN(Transfer transfer, Transfer::Create(*context_, "a write of state"));
   const StateLocator locator = committed_->Locator();
   StateWriter writer(transfer, table_, committed_->shape, locator, StateWriter::Values::kOfCaller);

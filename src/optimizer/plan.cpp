@@ -25,6 +25,7 @@ LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
   LaneSizes sizes;
   sizes.norm_blocks = shape.norm_blocks;
   if (shape.options.unified) return sizes;
+  sizes.change_words = shape.change_words;
   const uint32_t movable = shape.options.movable;
   sizes.staging_slots =
       static_cast<uint32_t>(std::min<uint64_t>(shape.options.staging_slots, chunks.chunks.size()));
@@ -103,7 +104,8 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   plan.host_bytes =
       state_bytes[Tier::kHost] + plan.host_scratch_bytes + SwapMemory::Bytes(shape, residence);
   plan.host_early_bytes = StepPipeline::EarlyBytes(table, shape);
-  plan.host_bytes += plan.host_early_bytes;
+  plan.host_change_bytes = ChangeLog::HostBytes(shape);
+  plan.host_bytes += plan.host_early_bytes + plan.host_change_bytes;
   plan.host_available_bytes = system::AvailableBytes();
   plan.pinned_bytes_left = context.PinnedBytesLeft();
   plan.chunk_count = arrangement.chunks.chunks.size();
@@ -114,6 +116,7 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   SetNodeBytes(PlannedNodeBytes(context, state_bytes[Tier::kHost], plan), plan);
   if (device.unified()) return plan;
   plan.device_scratch_bytes = Lanes::DeviceScratchBytes(arrangement.lanes);
+  plan.device_change_bytes = shape.change_words * sizeof(uint64_t);
   plan.device_ring_bytes = arrangement.lanes.stream_ring_bytes();
   if (arrangement.lanes.stream_slots > 0)
     plan.pinned_state_bytes = StateMemory::PinnedBytes(shape, residence);

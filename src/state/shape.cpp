@@ -4,6 +4,7 @@
 
 #include "base/system.h"
 #include "kernels/algorithms.h"
+#include "kernels/changes/changes.h"
 
 namespace hybridopt {
 namespace {
@@ -167,6 +168,8 @@ StateShape MakeStateShape(const ParamTable& table, const ShapeOptions& options) 
     shaped.first_norm_block = shape.norm_blocks;
     shape.norm_blocks += NormBlocksOf(param.count);
     shape.element_count += param.count;
+    shaped.first_change_word = shape.change_words;
+    if (options.tracks_changes) shape.change_words += NotedWords(param.count);
     ChooseFormats(param, options, shape, shaped);
     shaped.unit = UnitOfFormats(param, shaped);
     shape.largest_unit = std::max(shape.largest_unit, std::min(shaped.unit.elements, param.count));

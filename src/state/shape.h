@@ -53,6 +53,7 @@ struct ShapeOptions {
   bool streams_state = false;      // chunks may go through a ring on the device
   uint64_t stream_ring_bytes = 0;  // of that ring; 0: kDefaultStreamSlots
   uint64_t early_bytes = 0;        // pinned memory for chunks that are updated before their step
+  bool tracks_changes = false;     // steps note which elements of params they change
 };
 
 // The smallest ranges of a param that may be cut. Units are counted in the whole tensor: the first
@@ -113,6 +114,7 @@ struct ParamShape {
   uint64_t first_norm_block;
   uint64_t swap_params_offset;  // in the host memory for offloaded params, in bytes
   uint64_t swap_grads_offset;   // where its gradients are in that memory
+  uint64_t first_change_word;   // where its bits of changes begin (kernels/changes/changes.h)
 
   bool Keeps(Tier tier, StateSlot slot) const { return kept[tier][slot]; }
   // The slot of the array that an update gets as master: kMasterLow if the format is beside the
@@ -152,6 +154,7 @@ struct StateShape {
   uint64_t norm_blocks = 0;
   uint64_t swap_params_bytes = 0;
   uint64_t swap_grads_bytes = 0;
+  uint64_t change_words = 0;  // 0: changes are not tracked
 
   uint64_t RegionBytes(Tier tier, StateSlot slot) const { return region_bytes[tier][slot]; }
 };

@@ -52,6 +52,7 @@ struct StepParts {
   HostNormSums& host_norm_sums;
   StepCounts& step_counts;
   const Comm& comm;
+  const ChangeLog& changes;
 };
 
 // A running step reports its progress to these, in marks (StepPipeline::kDevicePart). Any thread

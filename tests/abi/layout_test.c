@@ -82,7 +82,7 @@ static const pin_t pins[] = {
     FIELD(offload_comm_t, max, 32, 8),
     FIELD(offload_comm_t, barrier, 40, 8),
 
-    STRUCT(offload_optimizer_options_t, 96),
+    STRUCT(offload_optimizer_options_t, 104),
     FIELD(offload_optimizer_options_t, struct_size, 0, 4),
     FIELD(offload_optimizer_options_t, algorithm, 4, 4),
     FIELD(offload_optimizer_options_t, device_fraction, 8, 8),
@@ -100,6 +100,8 @@ static const pin_t pins[] = {
     FIELD(offload_optimizer_options_t, host_executors, 80, 4),
     FIELD(offload_optimizer_options_t, reserved1, 84, 4),
     FIELD(offload_optimizer_options_t, early_update_bytes, 88, 8),
+    FIELD(offload_optimizer_options_t, track_changes, 96, 4),
+    FIELD(offload_optimizer_options_t, reserved2, 100, 4),
 
     STRUCT(offload_group_t, 88),
     FIELD(offload_group_t, struct_size, 0, 4),
@@ -148,7 +150,7 @@ static const pin_t pins[] = {
     FIELD(offload_binding_t, data, 8, 8),
     FIELD(offload_binding_t, grad, 16, 8),
 
-    STRUCT(offload_plan_t, 1736),
+    STRUCT(offload_plan_t, 1752),
     FIELD(offload_plan_t, struct_size, 0, 4),
     FIELD(offload_plan_t, param_count, 4, 4),
     FIELD(offload_plan_t, element_count, 8, 8),
@@ -175,6 +177,8 @@ static const pin_t pins[] = {
     FIELD(offload_plan_t, device_ring_bytes, 1712, 8),
     FIELD(offload_plan_t, pinned_state_bytes, 1720, 8),
     FIELD(offload_plan_t, host_early_bytes, 1728, 8),
+    FIELD(offload_plan_t, host_change_bytes, 1736, 8),
+    FIELD(offload_plan_t, device_change_bytes, 1744, 8),
 
     STRUCT(offload_step_options_t, 32),
     FIELD(offload_step_options_t, struct_size, 0, 4),
@@ -226,6 +230,36 @@ static const pin_t pins[] = {
     FIELD(offload_state_view_t, host_data, 24, 8),
     FIELD(offload_state_view_t, host_count, 32, 8),
     FIELD(offload_state_view_t, step_count, 40, 8),
+
+    STRUCT(offload_changes_options_t, 40),
+    FIELD(offload_changes_options_t, struct_size, 0, 4),
+    FIELD(offload_changes_options_t, flags, 4, 4),
+    FIELD(offload_changes_options_t, buffer, 8, 8),
+    FIELD(offload_changes_options_t, buffer_bytes, 16, 8),
+    FIELD(offload_changes_options_t, dense_above, 24, 8),
+    FIELD(offload_changes_options_t, stream, 32, 8),
+
+    STRUCT(offload_change_t, 72),
+    FIELD(offload_change_t, struct_size, 0, 4),
+    FIELD(offload_change_t, param, 4, 4),
+    FIELD(offload_change_t, dense, 8, 4),
+    FIELD(offload_change_t, dtype, 12, 4),
+    FIELD(offload_change_t, index_bytes, 16, 4),
+    FIELD(offload_change_t, gaps, 20, 4),
+    FIELD(offload_change_t, count, 24, 8),
+    FIELD(offload_change_t, indices_offset, 32, 8),
+    FIELD(offload_change_t, values_offset, 40, 8),
+    FIELD(offload_change_t, hash, 48, 8),
+    FIELD(offload_change_t, base_hash, 56, 8),
+    FIELD(offload_change_t, has_base, 64, 4),
+    FIELD(offload_change_t, reserved, 68, 4),
+
+    STRUCT(offload_changes_t, 32),
+    FIELD(offload_changes_t, struct_size, 0, 4),
+    FIELD(offload_changes_t, param_count, 4, 4),
+    FIELD(offload_changes_t, take, 8, 8),
+    FIELD(offload_changes_t, bytes, 16, 8),
+    FIELD(offload_changes_t, params, 24, 8),
 
     STRUCT(offload_stats_t, 344),
     FIELD(offload_stats_t, struct_size, 0, 4),
@@ -449,6 +483,8 @@ static const pin_t pins[] = {
     VALUE(OFFLOAD_LOAD_FRESH_MOMENTS, 1),
     VALUE(OFFLOAD_LOAD_KEEP_STEPS, 2),
     VALUE(OFFLOAD_LOAD_NO_VERIFY, 4),
+    VALUE(OFFLOAD_CHANGES_IN_TENSOR, 1),
+    VALUE(OFFLOAD_CHANGES_GAPS, 2),
     VALUE(OFFLOAD_STASH_KEEP, 1),
     /* clang-format on */
 };

@@ -1,6 +1,7 @@
 // Random programs of lifecycle calls on an accelerator, queued one after the other with random
 // delays, against a sequential model that knows nothing of residence: it sees gradients, weights,
-// hyperparameters and steps, and the bits must be those of the model.
+// hyperparameters and steps, and the bits must be those of the model. A follower
+// gets the params by what takes of changes give, and its copy must be that of the model too.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "follower.h"
 #include "lifecycle_rig.h"
 #include "state/lifecycle.h"
 
@@ -26,10 +28,10 @@ Problem ProgramProblem(uint64_t seed) {
   return problem;
 }
 
-LifecycleSetting ProgramSetting(uint64_t seed) {
+LifecycleSetting ProgramSetting(uint64_t seed, int32_t device_kind) {
   Random random(seed + 2);
   LifecycleSetting setting;
-  setting.device_kind = AcceleratorsUnderTest().front();
+  setting.device_kind = device_kind;
   setting.threads = 1 + static_cast<uint32_t>(random.Below(3));
   setting.seed = seed;
   setting.delay_ns_max = random.OneIn(3) ? 0 : 20'000;
@@ -39,10 +41,15 @@ LifecycleSetting ProgramSetting(uint64_t seed) {
   setting.optimizer.staging_slots = 2 + static_cast<uint32_t>(random.Below(3));
   DrawExecutors(setting.optimizer.chunk_elements, random, setting.optimizer);
   setting.slow_event = DrawSlowEvent(random);
+  setting.track_changes = 1;
   if (random.OneIn(2) && setting.optimizer.host_executors != OFFLOAD_EXECUTORS_STREAMED)
     setting.optimizer.early_update_bytes = 1 << (12 + random.Below(8));
   for (int i = 0; i < 8; ++i)
     setting.chunk_orders.push_back(random.OneIn(2) ? 0 : static_cast<int32_t>(random.Below(5)));
+  if (device_kind == OFFLOAD_DEVICE_HOST) {
+    setting.optimizer.host_executors = OFFLOAD_EXECUTORS_AUTO;
+    setting.optimizer.stream_ring_bytes = setting.optimizer.early_update_bytes = 0;
+  }
   return setting;
 }
 
@@ -50,14 +57,16 @@ LifecycleSetting ProgramSetting(uint64_t seed) {
 // remembers where params, gradients and states are, so that it knows which calls are legal.
 class Program {
  public:
-  explicit Program(uint64_t seed)
+  Program(uint64_t seed, int32_t device_kind)
       : random_(seed),
+        device_kind_(device_kind),
         problem_(ProgramProblem(seed)),
         seen_(problem_),
         model_(seen_),
-        rig_(problem_, ProgramSetting(seed)),
+        rig_(problem_, ProgramSetting(seed, device_kind)),
         params_(problem_.params.size()),
-        groups_(problem_.groups) {
+        groups_(problem_.groups),
+        follower_(problem_.params.size()) {
     MUST(offload_stream_create(rig_.context(), &streams_[1]));
     MUST(offload_stream_create(rig_.context(), &streams_[2]));
   }
@@ -67,6 +76,7 @@ class Program {
   }
 
   uint64_t steps() const { return model_.steps_applied; }
+  const Follower& follower() const { return follower_; }
 
   // Empty, or the difference to the model.
   std::string Run() {
@@ -76,14 +86,14 @@ class Program {
       Step();
       WriteGrads();
     }
-    rig_.Wait();
+    TakeChanges(Some(1));
     if (!error_.empty()) return error_;
     const std::string difference = rig_.Difference(model_);
     if (!difference.empty()) return difference;
     const offload_stats_t stats = rig_.Stats();
     if (stats.steps_applied != model_.steps_applied || stats.steps_skipped != model_.steps_skipped)
       return "steps";
-    return BytesLeft();
+    return device_kind_ == OFFLOAD_DEVICE_HOST ? "" : BytesLeft();
   }
 
  private:
@@ -110,7 +120,7 @@ class Program {
   };
 
   void MakeCall() {
-    switch (random_.Below(18)) {
+    switch (random_.Below(20)) {
       case 0:
       case 1:
       case 2:
@@ -142,6 +152,9 @@ class Program {
       case 15:
       case 16:
         return ChangeFraction();
+      case 17:
+      case 18:
+        return TakeChanges(Some());
       default:
         if (random_.OneIn(2)) ComeHome();
         return Step();
@@ -449,6 +462,17 @@ class Program {
       MUST(offload_stream_synchronize(rig_.context(), stream, -1));
   }
 
+  // ---- changes
+
+  void TakeChanges(const std::vector<uint32_t>& ids) {
+    rig_.Wait();
+    if (!random_.OneIn(4)) follower_.Acknowledge(rig_.optimizer());
+    if (ids.empty() || !error_.empty()) return;
+    error_ = follower_.Take(
+        rig_.optimizer(), ids, [this](uint32_t id) { return model_.params[id].data; }, random_);
+    if (!error_.empty()) error_ = "changes: " + error_;
+  }
+
   // ---- illegal calls
 
   void ExpectRefused(int32_t status, const char* call) {
@@ -506,6 +530,7 @@ class Program {
   }
 
   Random random_;
+  const int32_t device_kind_;
   const Problem problem_;
   Problem seen_;  // by the model: gradients that are sums are fp32 there
   Model model_;
@@ -516,18 +541,32 @@ class Program {
   offload_stream_t streams_[3] = {};  // the NULL stream, and two others
   std::vector<void*> garbage_;
   offload_ticket_t last_step_ = 0;
+  Follower follower_;
   std::string error_;
 };
 
 TEST(LifecycleProgramTest, AThousandProgramsGiveTheModelsBits) {
   const uint64_t programs = static_cast<uint64_t>(Scaled(1000));
-  uint64_t steps = 0;
+  uint64_t steps = 0, sparse = 0, dense = 0;
   for (uint64_t seed = 0; seed < programs; ++seed) {
-    Program program(seed);
+    Program program(seed, AcceleratorsUnderTest().front());
     ASSERT_EQ(program.Run(), "") << "seed " << seed;
     steps += program.steps();
+    sparse += program.follower().sparse_elements;
+    dense += program.follower().dense_elements;
   }
   RecordProperty("steps", static_cast<int>(steps));
+  // The followers of these programs got changed elements as well as whole params.
+  EXPECT_GT(sparse, dense / 16);
+  EXPECT_GT(dense, 0u);
+}
+
+TEST(LifecycleProgramTest, SoDoProgramsOnTheHostDevice) {
+  const uint64_t programs = static_cast<uint64_t>(Scaled(300));
+  for (uint64_t seed = 0; seed < programs; ++seed) {
+    Program program(seed, OFFLOAD_DEVICE_HOST);
+    ASSERT_EQ(program.Run(), "") << "seed " << seed;
+  }
 }
 
 }  // namespace

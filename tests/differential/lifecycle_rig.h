@@ -35,6 +35,7 @@ struct LifecycleSetting {
   uint32_t movable = kMoveAll;
   std::vector<int32_t> chunk_orders;  // per param; empty: all 0
   const offload_comm_t* comm = nullptr;
+  int32_t track_changes = 0;
   std::string name_prefix = {};  // prefix of params' names: independent ranks have different names
   // Puts a device of the test between the library and the real device.
   std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrap;
@@ -384,6 +385,7 @@ class LifecycleRig {
     options.early_update_bytes = setting_.optimizer.early_update_bytes;
     options.movable = setting_.movable;
     options.comm = setting_.comm;
+    options.track_changes = setting_.track_changes;
     problem_.state.Put(options);
     MUST(offload_optimizer_create(context_, &options, &optimizer_));
     for (const offload_group_t& group : problem_.groups) {

@@ -254,6 +254,28 @@ std::vector<Row> GroupRows() {
   }
   return rows;
 }
+TEST(TrackChanges, IsZeroOrOne) {
+  const auto create = [](int32_t track_changes, uint32_t reserved2) {
+    auto context_options = Make<ContextOptions>();
+    context_options.log = DropLog;
+    offload_context_t context = nullptr;
+    EXPECT_OFFLOAD_OK(offload_context_create(&context_options, &context));
+    auto options = Make<OptimizerOptions>();
+    options.algorithm = OFFLOAD_ADAMW;
+    options.track_changes = track_changes;
+    options.reserved2 = reserved2;
+    offload_optimizer_t optimizer = nullptr;
+    const int32_t status = offload_optimizer_create(context, &options, &optimizer);
+    EXPECT_EQ(optimizer, nullptr);
+    EXPECT_OFFLOAD_OK(offload_context_destroy(context));
+    return status;
+  };
+  for (int32_t value : {2, -1})
+    ExpectError(create(value, 0), OFFLOAD_INVALID_ARGUMENT,
+                {"options.track_changes is " + std::to_string(value), "expected 0 or 1"});
+  ExpectError(create(1, 7), OFFLOAD_UNSUPPORTED, {"options.reserved2 is 7, expected 0"});
+}
+
 TEST(EarlyUpdateBytes, AreRefusedWhereNothingCouldBeUpdatedEarly) {
   const auto create = [](int32_t device_kind, uint32_t movable, int32_t executors) {
     auto context_options = Make<ContextOptions>();

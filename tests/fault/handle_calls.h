@@ -56,6 +56,27 @@ inline std::vector<HandleCall> ContextCalls() {
   };
 }
 
+// Every call about changes.
+inline std::vector<HandleCall> ChangesCalls() {
+  static offload_changes_options_t options;
+  static offload_changes_t changes;
+  options = Make<offload_changes_options_t>();
+  changes = Make<offload_changes_t>();
+  const auto as = [](void* handle) { return static_cast<offload_optimizer_t>(handle); };
+  return {
+      {"changes",
+       [=](void* h) { return offload_optimizer_changes(as(h), nullptr, 0, &options, &changes); }},
+      {"acknowledge_changes",
+       [=](void* h) { return offload_optimizer_acknowledge_changes(as(h), 1); }},
+      {"mark_changed", [=](void* h) { return offload_optimizer_mark_changed(as(h), nullptr, 0); }},
+  };
+}
+
+inline std::vector<HandleCall> WithChangesCalls(std::vector<HandleCall> calls) {
+  for (const HandleCall& call : ChangesCalls()) calls.push_back(call);
+  return calls;
+}
+
 // Every call that takes an optimizer.
 inline std::vector<HandleCall> OptimizerCalls() {
   static float values[1];
@@ -80,7 +101,7 @@ inline std::vector<HandleCall> OptimizerCalls() {
   accumulate.flags = OFFLOAD_MOVE_ACCUMULATE;
   drop.flags = OFFLOAD_MOVE_DROP;
   const auto as = [](void* handle) { return static_cast<offload_optimizer_t>(handle); };
-  return {
+  return WithChangesCalls({
       {"add_group", [=](void* h) { return offload_optimizer_add_group(as(h), &group, &id); }},
       {"set_group", [=](void* h) { return offload_optimizer_set_group(as(h), 0, &group); }},
       {"add_params", [=](void* h) { return offload_optimizer_add_params(as(h), nullptr, 0, &id); }},
@@ -125,7 +146,7 @@ inline std::vector<HandleCall> OptimizerCalls() {
       {"save", [=](void* h) { return offload_optimizer_save(as(h), &save, nullptr); }},
       {"load", [=](void* h) { return offload_optimizer_load(as(h), &load, nullptr); }},
       {"destroy", [=](void* h) { return offload_optimizer_destroy(as(h)); }},
-  };
+  });
 }
 
 // Every call that takes a stash.

@@ -38,7 +38,8 @@ uint32_t NumberOf(const UpdateKind& kind) {
 }
 
 UpdateRow RowOf(const DeviceUpdate& update, const Coefficients& coefficients, uint32_t first_tile) {
-  return {update.span, coefficients, first_tile, Vectors(update.span, update.types())};
+  return {update.span, update.noted, coefficients, first_tile,
+          Vectors(update.span, update.types())};
 }
 
 }  // namespace hybridopt::cuda

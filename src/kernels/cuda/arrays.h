@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kernels/changes/changes.h"
 #include "kernels/convert.h"
 #include "kernels/cuda/element.h"
 #include "kernels/cuda/piece.h"
@@ -58,8 +59,10 @@ class TileArrays {
 
  public:
   // The arrays of elements [begin, begin + count) of the span.
-  __device__ TileArrays(const UpdateSpan& span, uint64_t begin, uint32_t count)
+  __device__ TileArrays(const UpdateSpan& span, const NotedBits& noted, uint64_t begin,
+                        uint32_t count)
       : bits_(span, begin, count),
+        noted_(noted),
         grad_(static_cast<const typename Grad::Stored*>(span.grad)),
         param_(static_cast<typename Param::Stored*>(span.param)),
         master_(static_cast<typename Master::Stored*>(span.master)),
@@ -95,6 +98,8 @@ class TileArrays {
   __device__ void UpdateAndStore(const Coefficients& c, uint64_t first,
                                  Loaded<kCount>& loaded) const {
     const Piece<uint32_t, kCount> random = bits_.template At<kCount>(first);
+    const bool notes = noted_.words != nullptr;
+    uint32_t changed = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kCount; ++i) {
       const float grad = Grad::Widen(loaded.grad.at[i]);
@@ -103,6 +108,12 @@ class TileArrays {
         param = Master::Decode(loaded.master.at[i], loaded.param.at[i]);
       } else {
         param = Master::Decode(loaded.master.at[i]);
+      }
+      typename Param::Stored before{};
+      bool may_differ = false;  // other code may have rounded a tie the other way
+      if (notes) {
+        before = Master::kBesideParam ? loaded.param.at[i] : RoundParam(param);
+        may_differ = kTypes.param_dtype == OFFLOAD_BF16 && !kTiesAway && IsTieOfBf16(param);
       }
       if constexpr (kHasMoment0<kRule>) moment0 = Moment0::Decode(loaded.moment0.at[i]);
       if constexpr (kHasMoment1<kRule>) moment1 = Moment1::Decode(loaded.moment1.at[i]);
@@ -115,12 +126,10 @@ class TileArrays {
             moment1, kRandomly, random.at[i] >> 16);
       param = Master::Keep(param, kRandomly, MasterBits(random.at[i]));
       loaded.master.at[i] = Master::Encode(param);
-      if constexpr (kTiesAway) {
-        loaded.param.at[i] = Fp32ToBf16TiesAway(param);
-      } else {
-        loaded.param.at[i] = Param::Round(param);
-      }
+      loaded.param.at[i] = RoundParam(param);
+      if (notes && (may_differ || BitsOf(before) != BitsOf(loaded.param.at[i]))) changed |= 1u << i;
     }
+    if (changed != 0) Note<kCount>(first, changed);
     if constexpr (kHasMoment0<kRule>) StorePiece(moment0_, first, loaded.moment0);
     if constexpr (kHasMoment1<kRule>) StorePiece(moment1_, first, loaded.moment1);
     StorePiece(master_, first, loaded.master);
@@ -128,7 +137,29 @@ class TileArrays {
   }
 
  private:
+  __device__ static typename Param::Stored RoundParam(float value) {
+    if constexpr (kTiesAway) {
+      return Fp32ToBf16TiesAway(value);
+    } else {
+      return Param::Round(value);
+    }
+  }
+  __device__ static uint32_t BitsOf(float stored) { return __float_as_uint(stored); }
+  __device__ static uint32_t BitsOf(uint16_t stored) { return stored; }
+
+  // Sets the bits of those of kCount elements that `changed` has. Other threads and streams set
+  // bits of the same words.
+  template <uint32_t kCount>
+  __device__ void Note(uint64_t first, uint32_t changed) const {
+    auto* const words = reinterpret_cast<uint32_t*>(noted_.words);
+    const uint64_t bit = noted_.first + first;
+    const uint64_t bits = uint64_t{changed} << (bit % 32);
+    if (static_cast<uint32_t>(bits) != 0) atomicOr(&words[bit / 32], static_cast<uint32_t>(bits));
+    if ((bits >> 32) != 0) atomicOr(&words[bit / 32 + 1], static_cast<uint32_t>(bits >> 32));
+  }
+
   const TileBits<kRandomly> bits_;
+  const NotedBits noted_;
   const typename Grad::Stored* const grad_;
   typename Param::Stored* const param_;
   typename Master::Stored* const master_;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "kernels/changes/changes.h"
 #include "kernels/kernels.h"
 
 namespace hybridopt::cuda {
@@ -17,6 +18,7 @@ inline constexpr uint64_t kTileElements = 8192;
 // One span of an update.
 struct alignas(16) UpdateRow {
   UpdateSpan span;  // device addresses; count > 0
+  NotedBits noted;  // of the span's first element
   Coefficients coefficients;
   uint32_t first_tile;  // tiles of all rows before this one
   uint32_t vectors;     // 1: all arrays are aligned so that four elements can be read at once

@@ -37,7 +37,7 @@ __device__ void UpdateTile(const UpdateRow& row, uint32_t tile, float grad_facto
   c.grad_factor = __fmul_rn(c.grad_factor, grad_factor);
   const uint64_t begin = uint64_t{tile - row.first_tile} * kTileElements;
   const uint64_t end = min(begin + kTileElements, row.span.count);
-  const TileArrays<kRule, kTypes, kRandomly, kTiesAway> arrays(row.span, begin,
+  const TileArrays<kRule, kTypes, kRandomly, kTiesAway> arrays(row.span, row.noted, begin,
                                                                static_cast<uint32_t>(end - begin));
   uint64_t done = begin;
   if (row.vectors && arrays.pieces()) {

@@ -95,18 +95,20 @@ void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const Chunk
         span.master = MasterAt(fragment.tier, id, element, span.param);
         span.moment0 = memory_.At(fragment.tier, id, kMoment0, element);
         span.moment1 = memory_.At(fragment.tier, id, kMoment1, element);
+        const NotedBits noted = changes_.OnHost(id).From(element);
         if (step.follow_params && memory_.At(fragment.tier, id, kMaster, element) != nullptr)
-          kernels_.FollowParams(table_.param(id).dtype)(span.param, count,
-                                                        static_cast<float*>(span.master));
+          FollowAndNote(kernels_, table_.param(id).dtype, span.param, count,
+                        static_cast<float*>(span.master), noted);
         span.rounding = param.rounding;
         const SpanTypes types{param.grad_dtype, table_.param(id).dtype, shaped.formats()};
-        const UpdateFunction update = kernels_.Update(param.rule, types);
         ForEachStripe(shape_, shaped, element, count,
                       [&](uint64_t offset, uint64_t part_count, ElementOrder order) {
                         UpdateSpan part = Advanced(span, types, offset);
                         part.count = part_count;
                         part.order = order;
-                        update(step.coefficients[param.coefficients], part);
+                        UpdateAndNote(kernels_, param.rule, types,
+                                      step.coefficients[param.coefficients], part,
+                                      noted.From(offset));
                       });
       });
 }

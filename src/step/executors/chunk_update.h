@@ -12,6 +12,7 @@
 #include "runtime/work_pieces.h"
 #include "runtime/worker_pool.h"
 #include "state/capture.h"
+#include "state_io/change_log.h"
 #include "step/step_plan.h"
 
 namespace hybridopt {
@@ -39,8 +40,8 @@ struct HostStep {
 class ChunkUpdater {
  public:
   ChunkUpdater(const ParamTable& table, const StateShape& shape, const StateMemory& memory,
-               const KernelTable& kernels)
-      : table_(table), shape_(shape), memory_(memory), kernels_(kernels) {}
+               const KernelTable& kernels, const ChangeLog& changes)
+      : table_(table), shape_(shape), memory_(memory), kernels_(kernels), changes_(changes) {}
 
   // One worker's part of the update of a chunk's active elements; `pieces` divides them among the
   // workers.
@@ -68,6 +69,7 @@ class ChunkUpdater {
   const StateShape& shape_;
   const StateMemory& memory_;
   const KernelTable& kernels_;
+  const ChangeLog& changes_;
 };
 
 }  // namespace hybridopt

@@ -22,8 +22,8 @@ uint64_t DeviceUpdatesMost(const StateShape& shape) {
 }  // namespace
 
 DeviceExecutor::DeviceExecutor(const ParamTable& table, const StateShape& shape,
-                               const StateMemory& memory, Lanes& lanes)
-    : table_(table), shape_(shape), memory_(memory), lanes_(lanes) {
+                               const StateMemory& memory, Lanes& lanes, const ChangeLog& changes)
+    : table_(table), shape_(shape), memory_(memory), lanes_(lanes), changes_(changes) {
   updates_.reserve(DeviceUpdatesMost(shape));
 }
 
@@ -76,6 +76,7 @@ DeviceUpdate DeviceExecutor::UpdateOf(const StepPlan& plan, uint32_t id) const {
   update.param_dtype = table_.param(id).dtype;
   update.coefficients = param.coefficients;
   update.formats = shaped.formats();
+  update.noted = changes_.OnDevice(id);
   return update;
 }
 
@@ -85,6 +86,7 @@ void DeviceExecutor::Add(const DeviceUpdate& whole, uint32_t id, uint64_t begin,
   DeviceUpdate range = whole;
   range.span = Advanced(whole.span, whole.types(), begin);
   range.span.grad = whole.span.grad;
+  range.noted = whole.noted.From(begin);
   range.span.count = count;
   AddUpdates(shape_, shape_.params[id], begin, range, updates_);
 }

@@ -6,6 +6,7 @@
 
 #include "machine/lanes.h"
 #include "place/state_memory.h"
+#include "state_io/change_log.h"
 #include "step/step_plan.h"
 
 namespace hybridopt {
@@ -13,7 +14,7 @@ namespace hybridopt {
 class DeviceExecutor {
  public:
   DeviceExecutor(const ParamTable& table, const StateShape& shape, const StateMemory& memory,
-                 Lanes& lanes);
+                 Lanes& lanes, const ChangeLog& changes);
   static uint64_t Bytes(const StateShape& shape);
 
   // Queues all device updates of the plan on the compute stream: one launch for each rule (SGD
@@ -35,6 +36,7 @@ class DeviceExecutor {
   const StateShape& shape_;
   const StateMemory& memory_;
   Lanes& lanes_;
+  const ChangeLog& changes_;
   // State of the running step. Launches read the list while more updates are added to it, so that
   // it must not be reallocated: the constructor reserves its capacity.
   std::vector<DeviceUpdate> updates_;

@@ -21,6 +21,7 @@ inline void AddUpdates(const StateShape& shape, const ParamShape& param, uint64_
                   part.span = Advanced(range.span, range.types(), offset);
                   part.span.count = count;
                   part.span.order = order;
+                  part.noted = range.noted.From(offset);
                 });
 }
 

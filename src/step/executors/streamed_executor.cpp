@@ -21,7 +21,8 @@ uint64_t StreamedUpdatesMost(const StateShape& shape) {
 StreamedExecutor::StreamedExecutor(SideThreads& side_threads, const ParamTable& table,
                                    const StateShape& shape, const StepPlan& plan,
                                    const StateMemory& memory, Lanes& lanes, ChunkQueue& queue,
-                                   ChunkProgress& progress, const ChunkUpdater& updater)
+                                   ChunkProgress& progress, const ChunkUpdater& updater,
+                                   const ChangeLog& changes)
     : side_threads_(side_threads),
       table_(table),
       shape_(shape),
@@ -31,7 +32,8 @@ StreamedExecutor::StreamedExecutor(SideThreads& side_threads, const ParamTable& 
       device_(lanes.device()),
       queue_(queue),
       progress_(progress),
-      updater_(updater) {
+      updater_(updater),
+      changes_(changes) {
   chunks_.reserve(kMaxStreamSlots);
   queued_up_.reserve(kMaxStreamSlots);
   updates_.reserve(StreamedUpdatesMost(shape));
@@ -228,6 +230,7 @@ DeviceUpdate StreamedExecutor::UpdateOf(const Fragment& fragment, std::byte* slo
   update.param_dtype = table_.param(id).dtype;
   update.coefficients = param.coefficients;
   update.formats = shaped.formats();
+  update.noted = changes_.OnDevice(id).From(fragment.begin);
   return update;
 }
 

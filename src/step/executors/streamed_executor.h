@@ -32,7 +32,7 @@ class StreamedExecutor final : private SideThreads::Work {
  public:
   StreamedExecutor(SideThreads& side_threads, const ParamTable& table, const StateShape& shape,
                    const StepPlan& plan, const StateMemory& memory, Lanes& lanes, ChunkQueue& queue,
-                   ChunkProgress& progress, const ChunkUpdater& updater);
+                   ChunkProgress& progress, const ChunkUpdater& updater, const ChangeLog& changes);
   ~StreamedExecutor() override;
   static uint64_t Bytes(const StateShape& shape);
   // Reserves a side thread if this optimizer may use the executor.
@@ -87,6 +87,7 @@ class StreamedExecutor final : private SideThreads::Work {
   ChunkQueue& queue_;
   ChunkProgress& progress_;
   const ChunkUpdater& updater_;
+  const ChangeLog& changes_;
 
   bool owns_work_ = false;  // whether Start has reserved a side thread
 

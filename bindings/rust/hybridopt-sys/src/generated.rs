@@ -187,6 +187,8 @@ pub struct offload_optimizer_options_t {
     pub host_executors: i32,
     pub reserved1: u32,
     pub early_update_bytes: u64,
+    pub track_changes: i32,
+    pub reserved2: u32,
 }
 default_is_zero!(offload_optimizer_options_t);
 
@@ -286,6 +288,8 @@ pub struct offload_plan_t {
     pub device_ring_bytes: u64,
     pub pinned_state_bytes: u64,
     pub host_early_bytes: u64,
+    pub host_change_bytes: u64,
+    pub device_change_bytes: u64,
 }
 default_is_zero!(offload_plan_t);
 
@@ -361,6 +365,51 @@ pub struct offload_state_view_t {
     pub step_count: u64,
 }
 default_is_zero!(offload_state_view_t);
+
+pub const OFFLOAD_CHANGES_IN_TENSOR: u32 = 1;
+pub const OFFLOAD_CHANGES_GAPS: u32 = 2;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_changes_options_t {
+    pub struct_size: u32,
+    pub flags: u32,
+    pub buffer: *mut c_void,
+    pub buffer_bytes: u64,
+    pub dense_above: f64,
+    pub stream: offload_stream_t,
+}
+default_is_zero!(offload_changes_options_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_change_t {
+    pub struct_size: u32,
+    pub param: u32,
+    pub dense: i32,
+    pub dtype: i32,
+    pub index_bytes: u32,
+    pub gaps: i32,
+    pub count: u64,
+    pub indices_offset: u64,
+    pub values_offset: u64,
+    pub hash: u64,
+    pub base_hash: u64,
+    pub has_base: i32,
+    pub reserved: u32,
+}
+default_is_zero!(offload_change_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_changes_t {
+    pub struct_size: u32,
+    pub param_count: u32,
+    pub take: u64,
+    pub bytes: u64,
+    pub params: *const offload_change_t,
+}
+default_is_zero!(offload_changes_t);
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -704,6 +753,20 @@ extern "C" {
         param: u32,
         step_count: u64,
     ) -> i32;
+    pub fn offload_optimizer_changes(
+        optimizer: offload_optimizer_t,
+        params: *const u32,
+        param_count: u32,
+        options: *const offload_changes_options_t,
+        out: *mut offload_changes_t,
+    ) -> i32;
+    pub fn offload_optimizer_acknowledge_changes(optimizer: offload_optimizer_t, take: u64) -> i32;
+    pub fn offload_optimizer_mark_changed(
+        optimizer: offload_optimizer_t,
+        params: *const u32,
+        param_count: u32,
+    ) -> i32;
+    pub fn offload_content_hash(data: *const c_void, bytes: u64, hash: *mut u64) -> i32;
     pub fn offload_optimizer_get_stats(
         optimizer: offload_optimizer_t,
         stats: *mut offload_stats_t,

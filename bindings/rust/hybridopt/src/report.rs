@@ -164,6 +164,10 @@ pub struct Plan {
     pub pinned_state_bytes: u64,
     /// Of host_bytes: for early updates.
     pub host_early_bytes: u64,
+    /// Of host_bytes: for options.track_changes.
+    pub host_change_bytes: u64,
+    /// Of device_scratch_bytes: for options.track_changes.
+    pub device_change_bytes: u64,
 }
 
 impl From<&sys::offload_plan_t> for Plan {
@@ -193,6 +197,8 @@ impl From<&sys::offload_plan_t> for Plan {
             device_ring_bytes: raw.device_ring_bytes,
             pinned_state_bytes: raw.pinned_state_bytes,
             host_early_bytes: raw.host_early_bytes,
+            host_change_bytes: raw.host_change_bytes,
+            device_change_bytes: raw.device_change_bytes,
         }
     }
 }

@@ -219,6 +219,8 @@ class offload_optimizer_options_t(Struct):
     host_executors: int
     reserved1: int
     early_update_bytes: int
+    track_changes: int
+    reserved2: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("algorithm", ctypes.c_int32),
@@ -237,6 +239,8 @@ class offload_optimizer_options_t(Struct):
         ("host_executors", ctypes.c_int32),
         ("reserved1", ctypes.c_uint32),
         ("early_update_bytes", ctypes.c_uint64),
+        ("track_changes", ctypes.c_int32),
+        ("reserved2", ctypes.c_uint32),
     ]
 
 
@@ -369,6 +373,8 @@ class offload_plan_t(Struct):
     device_ring_bytes: int
     pinned_state_bytes: int
     host_early_bytes: int
+    host_change_bytes: int
+    device_change_bytes: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("param_count", ctypes.c_uint32),
@@ -396,6 +402,8 @@ class offload_plan_t(Struct):
         ("device_ring_bytes", ctypes.c_uint64),
         ("pinned_state_bytes", ctypes.c_uint64),
         ("host_early_bytes", ctypes.c_uint64),
+        ("host_change_bytes", ctypes.c_uint64),
+        ("device_change_bytes", ctypes.c_uint64),
     ]
 
 
@@ -510,6 +518,73 @@ class offload_state_view_t(Struct):
         ("host_data", ctypes.c_void_p),
         ("host_count", ctypes.c_uint64),
         ("step_count", ctypes.c_uint64),
+    ]
+
+
+OFFLOAD_CHANGES_IN_TENSOR = 1
+OFFLOAD_CHANGES_GAPS = 2
+
+
+class offload_changes_options_t(Struct):
+    struct_size: int
+    flags: int
+    buffer: int | None
+    buffer_bytes: int
+    dense_above: float
+    stream: int | None
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("buffer", ctypes.c_void_p),
+        ("buffer_bytes", ctypes.c_uint64),
+        ("dense_above", ctypes.c_double),
+        ("stream", offload_stream_t),
+    ]
+
+
+class offload_change_t(Struct):
+    struct_size: int
+    param: int
+    dense: int
+    dtype: int
+    index_bytes: int
+    gaps: int
+    count: int
+    indices_offset: int
+    values_offset: int
+    hash: int
+    base_hash: int
+    has_base: int
+    reserved: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("param", ctypes.c_uint32),
+        ("dense", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("index_bytes", ctypes.c_uint32),
+        ("gaps", ctypes.c_int32),
+        ("count", ctypes.c_uint64),
+        ("indices_offset", ctypes.c_uint64),
+        ("values_offset", ctypes.c_uint64),
+        ("hash", ctypes.c_uint64),
+        ("base_hash", ctypes.c_uint64),
+        ("has_base", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class offload_changes_t(Struct):
+    struct_size: int
+    param_count: int
+    take: int
+    bytes: int
+    params: Any
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("param_count", ctypes.c_uint32),
+        ("take", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("params", POINTER(offload_change_t)),
     ]
 
 
@@ -858,6 +933,10 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "offload_optimizer_read_state": (ctypes.c_int32, [offload_optimizer_t, ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64, POINTER(ctypes.c_float)]),
     "offload_optimizer_write_state": (ctypes.c_int32, [offload_optimizer_t, ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64, POINTER(ctypes.c_float)]),
     "offload_optimizer_set_step_count": (ctypes.c_int32, [offload_optimizer_t, ctypes.c_uint32, ctypes.c_uint64]),
+    "offload_optimizer_changes": (ctypes.c_int32, [offload_optimizer_t, POINTER(ctypes.c_uint32), ctypes.c_uint32, POINTER(offload_changes_options_t), POINTER(offload_changes_t)]),
+    "offload_optimizer_acknowledge_changes": (ctypes.c_int32, [offload_optimizer_t, ctypes.c_uint64]),
+    "offload_optimizer_mark_changed": (ctypes.c_int32, [offload_optimizer_t, POINTER(ctypes.c_uint32), ctypes.c_uint32]),
+    "offload_content_hash": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_uint64, POINTER(ctypes.c_uint64)]),
     "offload_optimizer_get_stats": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_stats_t)]),
     "offload_optimizer_save": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_save_options_t), POINTER(offload_ticket_t)]),
     "offload_optimizer_load": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_load_options_t), POINTER(offload_ticket_t)]),

@@ -85,6 +85,10 @@ class PlannedMemory:
     """Of host_bytes: state that commit pins for that ring."""
     host_early_bytes: int
     """Of host_bytes: for early updates."""
+    host_change_bytes: int
+    """Of host_bytes: for options.track_changes."""
+    device_change_bytes: int
+    """Of device_scratch_bytes: for options.track_changes."""
 
 
 @dataclass(frozen=True)

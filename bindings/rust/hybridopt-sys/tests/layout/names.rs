@@ -75,6 +75,8 @@ pub fn table() -> Table {
         host_executors,
         reserved1,
         early_update_bytes,
+        track_changes,
+        reserved2,
     });
     fields!(table, offload_group_t {
         struct_size,
@@ -150,6 +152,8 @@ pub fn table() -> Table {
         device_ring_bytes,
         pinned_state_bytes,
         host_early_bytes,
+        host_change_bytes,
+        device_change_bytes,
     });
     fields!(table, offload_step_options_t {
         struct_size,
@@ -201,6 +205,36 @@ pub fn table() -> Table {
         host_data,
         host_count,
         step_count,
+    });
+    fields!(table, offload_changes_options_t {
+        struct_size,
+        flags,
+        buffer,
+        buffer_bytes,
+        dense_above,
+        stream,
+    });
+    fields!(table, offload_change_t {
+        struct_size,
+        param,
+        dense,
+        dtype,
+        index_bytes,
+        gaps,
+        count,
+        indices_offset,
+        values_offset,
+        hash,
+        base_hash,
+        has_base,
+        reserved,
+    });
+    fields!(table, offload_changes_t {
+        struct_size,
+        param_count,
+        take,
+        bytes,
+        params,
     });
     fields!(table, offload_stats_t {
         struct_size,
@@ -443,6 +477,10 @@ pub fn table() -> Table {
     values!(table,
         OFFLOAD_MOVE_ACCUMULATE,
         OFFLOAD_MOVE_DROP,
+    );
+    values!(table,
+        OFFLOAD_CHANGES_IN_TENSOR,
+        OFFLOAD_CHANGES_GAPS,
     );
     values!(table,
         OFFLOAD_SAVE_MASTERS_ONLY,

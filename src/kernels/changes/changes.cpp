@@ -1,0 +1,76 @@
+#include "kernels/changes/changes.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstring>
+
+namespace hybridopt {
+namespace {
+
+// The elements of a part: its arrays stay in the second cache of a CPU, and a call for each part
+// takes little time beside its work.
+constexpr uint64_t kNotedTogether = 4096;
+
+// What a part was before, and which of its elements have changed.
+struct Part {
+  alignas(64) std::byte before[kNotedTogether * sizeof(float)];
+  uint64_t bits[kNotedTogether / 64 + 1];  // FindChanges writes up to 8 bytes behind its words
+};
+
+// Sets the bits of `bits`, the first of which is that of `noted`. The first and the last word may
+// have bits of other threads, the words between them have none.
+void SetBits(const uint64_t* bits, uint64_t count, const NotedBits& noted) {
+  const uint64_t first_word = noted.first / 64, last_word = (noted.first + count - 1) / 64;
+  const uint64_t shift = noted.first % 64;
+  const auto set = [&](uint64_t word, uint64_t value) {
+    if (value == 0) return;
+    if (word == first_word || word == last_word)
+      std::atomic_ref<uint64_t>(noted.words[word]).fetch_or(value, std::memory_order_relaxed);
+    else
+      noted.words[word] |= value;
+  };
+  for (uint64_t i = 0; i < NotedWords(count); ++i) {
+    set(first_word + i, bits[i] << shift);
+    if (shift > 0) set(first_word + i + 1, bits[i] >> (64 - shift));
+  }
+}
+
+}  // namespace
+
+void UpdateAndNote(const KernelTable& kernels, Rule rule, const SpanTypes& types,
+                   const Coefficients& coefficients, const UpdateSpan& span,
+                   const NotedBits& noted) {
+  const UpdateFunction update = kernels.Update(rule, types);
+  if (noted.words == nullptr) return update(coefficients, span);
+  const ParamSource source = SourceOf(types);
+  const bool beside = source == ParamSource::kBesideMaster;
+  const FindChangesFunction find_changes = kernels.FindChanges(source);
+  Part part;
+  for (uint64_t done = 0; done < span.count; done += kNotedTogether) {
+    UpdateSpan now = Advanced(span, types, done);
+    now.count = std::min(span.count - done, kNotedTogether);
+    const void* const from = beside ? now.param : now.master;
+    std::memcpy(part.before, from, now.count * (beside ? sizeof(uint16_t) : sizeof(float)));
+    update(coefficients, now);
+    find_changes(part.before, from, now.count, part.bits);
+    SetBits(part.bits, now.count, noted.From(done));
+  }
+}
+
+void FollowAndNote(const KernelTable& kernels, int32_t dtype, const void* params, uint64_t count,
+                   float* masters, const NotedBits& noted) {
+  const auto follow = kernels.FollowParams(dtype);
+  if (noted.words == nullptr) return follow(params, count, masters);
+  const FindChangesFunction find_changes = kernels.FindChanges(SourceOf({OFFLOAD_FP32, dtype, {}}));
+  Part part;
+  for (uint64_t done = 0; done < count; done += kNotedTogether) {
+    const uint64_t now = std::min(count - done, kNotedTogether);
+    std::memcpy(part.before, masters + done, now * sizeof(float));
+    follow(static_cast<const std::byte*>(params) + done * DtypeBytes(dtype), now, masters + done);
+    find_changes(part.before, masters + done, now, part.bits);
+    SetBits(part.bits, now, noted.From(done));
+  }
+}
+
+}  // namespace hybridopt

@@ -1,0 +1,419 @@
+// Takes of changes, call by call: what counts as changed, what an acknowledgement clears, what is
+// refused. lifecycle_program_test.cpp has them in random programs.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "../layouts.h"
+#include "../temporary_directory.h"
+#include "lifecycle_rig.h"
+#include "state_io/change_reader.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr uint64_t kCount = 3000;
+
+// One param of bf16 beside one that never gets a gradient, and SGD, so that a gradient says exactly
+// which elements a step changes.
+Problem TwoParams(int32_t master_layout = OFFLOAD_MASTER_FP32) {
+  Problem problem;
+  problem.algorithm = OFFLOAD_SGD;
+  auto group = Make<offload_group_t>();
+  group.lr = 1;
+  problem.groups = {group};
+  problem.state.master_layout = master_layout;
+  for (int i = 0; i < 2; ++i) {
+    problem.params.push_back({OFFLOAD_BF16, OFFLOAD_FP32, OFFLOAD_PLACE_AUTO, 0, kCount});
+    problem.initial.emplace_back(kCount * 2);
+    for (uint64_t element = 0; element < kCount; ++element)
+      PutElement(problem.initial.back(), OFFLOAD_BF16, element, BitsOf(OFFLOAD_BF16, 1));
+  }
+  return problem;
+}
+
+struct Taken {
+  int32_t status;
+  uint64_t take;
+  std::vector<offload_change_t> params;
+  std::vector<std::vector<uint64_t>> indices;
+  std::vector<Bytes> values;
+};
+
+class ChangesTest : public testing::TestWithParam<int32_t> {
+ protected:
+  ChangesTest() { setting_.device_kind = GetParam(); }
+
+  LifecycleSetting Setting() {
+    setting_.optimizer.device_fraction = GetParam() == OFFLOAD_DEVICE_HOST ? 0 : 0.3;
+    setting_.track_changes = 1;
+    return setting_;
+  }
+
+  // A step in which these elements of param 0 have a gradient of 1, all others 0.
+  static void Step(LifecycleRig& rig, const std::vector<uint64_t>& elements, uint32_t flags = 0,
+                   float grad = 1) {
+    StepInput input;
+    input.groups = rig.problem().groups;
+    input.flags = flags;
+    input.grads.resize(2);
+    input.grads[0] = Bytes(kCount * 4);
+    for (uint64_t element : elements)
+      PutElement(*input.grads[0], OFFLOAD_FP32, element, BitsOf(OFFLOAD_FP32, grad));
+    rig.StepOnce(input);
+  }
+
+  static Taken Take(const LifecycleRig& rig, std::vector<uint32_t> ids = {}, uint32_t flags = 0,
+                    double dense_above = 0, uint64_t bytes_max = 1 << 20) {
+    std::vector<uint64_t> buffer(bytes_max / 8);
+    auto options = Make<offload_changes_options_t>();
+    options.flags = flags;
+    options.buffer = buffer.data();
+    options.buffer_bytes = bytes_max;
+    options.dense_above = dense_above;
+    auto changes = Make<offload_changes_t>();
+    Taken taken{};
+    taken.status = offload_optimizer_changes(rig.optimizer(), ids.empty() ? nullptr : ids.data(),
+                                             static_cast<uint32_t>(ids.size()), &options, &changes);
+    if (taken.status != OFFLOAD_OK) return taken;
+    taken.take = changes.take;
+    const auto* const bytes = reinterpret_cast<const std::byte*>(buffer.data());
+    for (uint32_t i = 0; i < changes.param_count; ++i) {
+      const offload_change_t& change = changes.params[i];
+      taken.params.push_back(change);
+      taken.indices.emplace_back();
+      taken.values.emplace_back();
+      if (change.dense != 0) continue;
+      for (uint64_t k = 0; k < change.count; ++k) {
+        uint64_t index = 0;
+        std::memcpy(&index, bytes + change.indices_offset + k * change.index_bytes,
+                    change.index_bytes);
+        taken.indices.back().push_back(index);
+      }
+      taken.values.back().assign(bytes + change.values_offset,
+                                 bytes + change.values_offset + 2 * change.count);
+    }
+    return taken;
+  }
+  static void Acknowledge(const LifecycleRig& rig, uint64_t take) {
+    MUST(offload_optimizer_acknowledge_changes(rig.optimizer(), take));
+  }
+  static void TakeAndAcknowledge(const LifecycleRig& rig) { Acknowledge(rig, Take(rig).take); }
+  // The elements of param 0 that a take gives now.
+  static std::vector<uint64_t> Changed(const LifecycleRig& rig) { return Take(rig).indices[0]; }
+
+  using Elements = std::vector<uint64_t>;
+
+ private:
+  LifecycleSetting setting_;
+};
+
+TEST_P(ChangesTest, TheFirstTakeIsDenseAndLaterOnesHaveWhatStepsHaveChanged) {
+  const Problem problem = TwoParams();
+  LifecycleRig rig(problem, Setting());
+  const Taken first = Take(rig);
+  ASSERT_EQ(first.params.size(), 2u);
+  for (const offload_change_t& change : first.params) {
+    EXPECT_EQ(change.dense, 1);
+    EXPECT_EQ(change.count, kCount);
+    EXPECT_EQ(change.has_base, 0);
+  }
+  Acknowledge(rig, first.take);
+  Step(rig, {0, 63, 64, 1799, 1800, 2999});  // of a device's 0.3 of 6000 elements is 1799 the last
+  const Taken second = Take(rig);
+  EXPECT_EQ(second.indices[0], (Elements{0, 63, 64, 1799, 1800, 2999}));
+  for (uint64_t i = 0; i < 6; ++i) {
+    uint16_t value = 1;
+    std::memcpy(&value, second.values[0].data() + 2 * i, 2);
+    EXPECT_EQ(value, 0);  // 1 - 1
+  }
+  EXPECT_EQ(second.params[0].index_bytes, 4u);
+  EXPECT_EQ(second.params[0].base_hash, first.params[0].hash);
+  EXPECT_NE(second.params[0].hash, first.params[0].hash);
+  EXPECT_EQ(second.params[1].count, 0u);
+  EXPECT_EQ(second.params[1].dense, 0);
+  EXPECT_EQ(second.params[1].hash, first.params[1].hash);
+}
+
+TEST_P(ChangesTest, AnAcknowledgementClearsWhatItsTakeHadAndNoMore) {
+  const Problem problem = TwoParams();
+  LifecycleRig rig(problem, Setting());
+  TakeAndAcknowledge(rig);
+  Step(rig, {1});
+  const Taken lost = Take(rig);
+  Step(rig, {2});
+  const Taken late = Take(rig);
+  EXPECT_EQ(late.indices[0], (Elements{1, 2}));
+  Acknowledge(rig, lost.take);  // a later take has the param: nothing is cleared
+  EXPECT_EQ(Changed(rig), (Elements{1, 2}));
+  const Taken last = Take(rig);
+  Step(rig, {2, 5});
+  Acknowledge(rig, last.take);
+  Acknowledge(rig, last.take);
+  EXPECT_EQ(Changed(rig), (Elements{2, 5}));
+}
+
+TEST_P(ChangesTest, AStepThatIsSkippedAndElementsThatKeepTheirBitsAreNoChange) {
+  const Problem problem = TwoParams();
+  LifecycleRig rig(problem, Setting());
+  TakeAndAcknowledge(rig);
+  Step(rig, {3}, 0, INFINITY);
+  Step(rig, {4, 2000}, 0, 1e-6f);  // the masters change, rounded they do not
+  EXPECT_EQ(Changed(rig), Elements{});
+}
+
+TEST_P(ChangesTest, WhatTheLibraryIsToldOfIsDense) {
+  for (int32_t layout : {OFFLOAD_MASTER_FP32, OFFLOAD_MASTER_SPLIT}) {
+    const Problem problem = TwoParams(layout);
+    LifecycleRig rig(problem, Setting());
+    const TemporaryDirectory directory;
+    const std::string path = directory / "checkpoint";
+    rig.Save(path);
+    rig.Wait();
+    const auto expect_dense = [&](const std::string& what, Elements ids) {
+      for (uint32_t id = 0; id < 2; ++id)
+        EXPECT_EQ(Take(rig).params[id].dense, std::count(ids.begin(), ids.end(), id)) << what;
+      TakeAndAcknowledge(rig);
+    };
+    expect_dense("commit", {0, 1});
+    expect_dense("nothing", {});
+    const uint32_t one = 1;
+    MUST(offload_optimizer_mark_changed(rig.optimizer(), &one, 1));
+    expect_dense("mark", {1});
+    MUST(offload_optimizer_mark_changed(rig.optimizer(), nullptr, 0));
+    expect_dense("mark all", {0, 1});
+    rig.Move(offload_optimizer_refresh_masters, {{1}, 0, {}});
+    rig.Wait();
+    // In host memory the library sees that nobody has written the params.
+    const bool sees = GetParam() == OFFLOAD_DEVICE_HOST && layout == OFFLOAD_MASTER_FP32;
+    expect_dense("refresh", sees ? Elements{} : Elements{1});
+    const float value = 3;
+    MUST(offload_optimizer_write_state(rig.optimizer(), 0, OFFLOAD_STATE_MASTER, 7, 1, &value));
+    expect_dense("write of a master", {0});
+    MUST(rig.TryLoad(path));
+    expect_dense("load", {0, 1});
+    const Bytes content = rig.Read(rig.data[1], kCount * 2);
+    rig.data[1] = rig.Allocate(kCount * 2);
+    rig.Write(rig.data[1], content);
+    rig.BindAll();
+    expect_dense("bind", {1});
+    rig.BindAll();
+    expect_dense("the same addresses", {});
+  }
+}
+
+TEST_P(ChangesTest, AParamWithMoreChangesThanTheCallerWantsIsDense) {
+  const Problem problem = TwoParams();
+  LifecycleRig rig(problem, Setting());
+  TakeAndAcknowledge(rig);
+  Elements elements;
+  for (uint64_t i = 0; i < 300; ++i) elements.push_back(10 * i);
+  Step(rig, elements);
+  EXPECT_EQ(Take(rig, {}, 0, 0.09).params[0].dense, 1);
+  EXPECT_EQ(Take(rig, {}, 0, 0.1).params[0].dense, 0);
+  EXPECT_EQ(Take(rig).params[0].dense, 0);
+  // An index and a value are 6 bytes, an element of the whole param 2: a third is as much.
+  for (uint64_t i = 0; i < 700; ++i) elements.push_back(10 * (i % 300) + 1 + i / 300);
+  Step(rig, elements);
+  EXPECT_EQ(Take(rig).params[0].dense, 1);
+  EXPECT_EQ(Take(rig, {}, 0, 1).params[0].count, 1000u);
+}
+
+TEST_P(ChangesTest, GapsTakeAsFewBytesAsTheLargestOne) {
+  const Problem problem = TwoParams();
+  LifecycleRig rig(problem, Setting());
+  TakeAndAcknowledge(rig);
+  Step(rig, {5, 6, 261});
+  Taken taken = Take(rig, {}, OFFLOAD_CHANGES_GAPS);
+  EXPECT_EQ(taken.params[0].gaps, 1);
+  EXPECT_EQ(taken.params[0].index_bytes, 1u);
+  EXPECT_EQ(taken.indices[0], (Elements{5, 1, 255}));
+  Step(rig, {2000});
+  taken = Take(rig, {}, OFFLOAD_CHANGES_GAPS);
+  EXPECT_EQ(taken.params[0].index_bytes, 2u);
+  EXPECT_EQ(taken.indices[0], (Elements{5, 1, 255, 1739}));
+}
+
+TEST_P(ChangesTest, ABufferThatIsTooSmallIsRefusedWithTheBytesAndClearsNothing) {
+  const Problem problem = TwoParams();
+  LifecycleRig rig(problem, Setting());
+  TakeAndAcknowledge(rig);
+  Step(rig, {5, 2500});
+  auto options = Make<offload_changes_options_t>();
+  auto changes = Make<offload_changes_t>();
+  EXPECT_EQ(offload_optimizer_changes(rig.optimizer(), nullptr, 0, &options, &changes),
+            OFFLOAD_INVALID_ARGUMENT);
+  EXPECT_STREQ(offload_last_error(),
+               "options.buffer_bytes is 0, but the changes take 16 bytes; give a larger buffer, "
+               "name fewer params, or set options.dense_above lower");
+  EXPECT_EQ(changes.bytes, 16u);
+  EXPECT_EQ(changes.take, 0u);
+  EXPECT_EQ(Take(rig, {}, 0, 0, 16).indices[0], (Elements{5, 2500}));
+}
+
+TEST_P(ChangesTest, WrongCallsSayWhatIsWrong) {
+  const Problem problem = TwoParams();
+  LifecycleRig rig(problem, Setting());
+  const auto error_of = [](int32_t status, int32_t expected) {
+    EXPECT_EQ(status, expected);
+    return std::string(offload_last_error());
+  };
+  EXPECT_EQ(error_of(Take(rig, {0, 2}).status, OFFLOAD_INVALID_ARGUMENT),
+            "params names id 2, but only 2 params have been added");
+  EXPECT_EQ(error_of(Take(rig, {1, 1}).status, OFFLOAD_INVALID_ARGUMENT),
+            "params names id 1 ('param1') twice; name each param once");
+  EXPECT_EQ(error_of(Take(rig, {}, 8).status, OFFLOAD_UNSUPPORTED),
+            "options.flags is 0x8, known to this call is 0x3");
+  EXPECT_EQ(error_of(Take(rig, {}, 0, 1.5).status, OFFLOAD_INVALID_ARGUMENT),
+            "options.dense_above is 1.5, expected a fraction from 0 to 1 (0 = dense where indices "
+            "and values would take as many bytes as the whole param)");
+  auto options = Make<offload_changes_options_t>();
+  options.buffer_bytes = 8;
+  auto changes = Make<offload_changes_t>();
+  const auto take = [&] {
+    return offload_optimizer_changes(rig.optimizer(), nullptr, 0, &options, &changes);
+  };
+  EXPECT_EQ(error_of(take(), OFFLOAD_INVALID_ARGUMENT),
+            "options.buffer is NULL, expected the address of 8 bytes of host memory "
+            "(options.buffer_bytes)");
+  options.buffer = reinterpret_cast<void*>(4);
+  EXPECT_EQ(error_of(take(), OFFLOAD_INVALID_ARGUMENT),
+            "options.buffer is 0x4, expected a multiple of 8");
+  for (uint64_t number : {0, 1})
+    EXPECT_EQ(error_of(offload_optimizer_acknowledge_changes(rig.optimizer(), number),
+                       OFFLOAD_INVALID_ARGUMENT),
+              "take is " + std::to_string(number) +
+                  ", but this optimizer has given out 0 takes; use the number that "
+                  "offload_optimizer_changes has given");
+  const uint32_t unknown = 2;
+  EXPECT_EQ(error_of(offload_optimizer_mark_changed(rig.optimizer(), &unknown, 1),
+                     OFFLOAD_INVALID_ARGUMENT),
+            "param is 2, but only 2 params have been added");
+  EXPECT_EQ(error_of(offload_content_hash(nullptr, 1, &changes.take), OFFLOAD_INVALID_ARGUMENT),
+            "data is NULL, expected an address");
+}
+
+TEST_P(ChangesTest, WithoutTrackingTheCallsAreRefused) {
+  const Problem problem = TwoParams();
+  LifecycleSetting setting = Setting();
+  setting.track_changes = 0;
+  LifecycleRig rig(problem, setting);
+  const std::string text = "changes are not tracked; set options.track_changes to 1 at create";
+  EXPECT_EQ(Take(rig).status, OFFLOAD_INVALID_STATE);
+  EXPECT_EQ(offload_last_error(), text);
+  EXPECT_EQ(offload_optimizer_acknowledge_changes(rig.optimizer(), 1), OFFLOAD_INVALID_STATE);
+  EXPECT_EQ(offload_last_error(), text);
+  EXPECT_EQ(offload_optimizer_mark_changed(rig.optimizer(), nullptr, 0), OFFLOAD_INVALID_STATE);
+  EXPECT_EQ(offload_last_error(), text);
+  EXPECT_EQ(rig.Plan().host_change_bytes + rig.Plan().device_change_bytes, 0u);
+}
+
+TEST_P(ChangesTest, ThePlanCountsABitWhereUpdatesAreMadeAndTwoOnTheHost) {
+  const Problem problem = TwoParams();
+  LifecycleSetting setting = Setting();
+  LifecycleRig with(problem, setting);
+  setting.track_changes = 0;
+  LifecycleRig without(problem, setting);
+  const offload_plan_t on = with.Plan(), off = without.Plan();
+  const uint64_t bits = 2 * ((kCount + 63) / 64) * 8;
+  EXPECT_GE(on.host_change_bytes, 2 * bits);
+  EXPECT_LE(on.host_change_bytes, 2 * bits + 2 * 64);
+  EXPECT_EQ(on.host_bytes - off.host_bytes, on.host_change_bytes);
+  EXPECT_EQ(on.device_change_bytes, GetParam() == OFFLOAD_DEVICE_HOST ? 0 : bits);
+  EXPECT_EQ(on.device_bytes - off.device_bytes, (on.device_change_bytes + 255) / 256 * 256);
+}
+
+TEST_P(ChangesTest, ATakeWhileWorkIsQueuedIsRefused) {
+  if (GetParam() == OFFLOAD_DEVICE_HOST || TestsRunOnCuda()) GTEST_SKIP();
+  const Problem problem = TwoParams();
+  LifecycleRig rig(problem, Setting());
+  offload_stream_t stream = nullptr;
+  MUST(offload_stream_create(rig.context(), &stream));
+  Gate gate;
+  gate.Close(rig.context(), stream);
+  rig.Move(offload_optimizer_refresh_masters, {{}, 0, {stream}});
+  EXPECT_EQ(Take(rig).status, OFFLOAD_INVALID_STATE);
+  EXPECT_STREQ(offload_last_error(),
+               "1 calls are queued (a save counts until its ticket completes); call "
+               "offload_optimizer_wait first");
+  gate.Open();
+  rig.Wait();
+  EXPECT_EQ(Take(rig).status, OFFLOAD_OK);
+  MUST(offload_stream_destroy(rig.context(), stream));
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, ChangesTest, testing::ValuesIn(DevicesUnderTest()),
+                         [](const auto& info) { return std::string(DeviceText(info.param)); });
+
+// Other code has written elements of params in host memory: a step that follows them notes these,
+// also if what it then stores is what the follower has had before.
+TEST(ChangesOnTheHostTest, AStepThatFollowsParamsNotesWhatOtherCodeHasWritten) {
+  const Problem problem = TwoParams();
+  LifecycleSetting setting;
+  setting.device_kind = OFFLOAD_DEVICE_HOST;
+  setting.optimizer.device_fraction = 0;
+  setting.track_changes = 1;
+  LifecycleRig rig(problem, setting);
+  auto options = Make<offload_changes_options_t>();
+  std::vector<uint64_t> buffer(1000);
+  options.buffer = buffer.data();
+  options.buffer_bytes = 8000;
+  auto changes = Make<offload_changes_t>();
+  MUST(offload_optimizer_changes(rig.optimizer(), nullptr, 0, &options, &changes));
+  MUST(offload_optimizer_acknowledge_changes(rig.optimizer(), changes.take));
+  const uint16_t two = 0x4000;
+  std::memcpy(static_cast<std::byte*>(rig.data[0]) + 2 * 77, &two, 2);
+  StepInput input;
+  input.groups = problem.groups;
+  input.flags = OFFLOAD_STEP_FOLLOW_PARAMS;
+  input.grads = {Bytes(kCount * 4), std::nullopt};
+  PutElement(*input.grads[0], OFFLOAD_FP32, 77, BitsOf(OFFLOAD_FP32, 1));  // back to 1
+  PutElement(*input.grads[0], OFFLOAD_FP32, 1500, BitsOf(OFFLOAD_FP32, 1));
+  rig.StepOnce(input);
+  MUST(offload_optimizer_changes(rig.optimizer(), nullptr, 0, &options, &changes));
+  ASSERT_EQ(changes.params[0].count, 2u);
+  uint32_t indices[2];
+  std::memcpy(indices, buffer.data(), 8);
+  EXPECT_EQ(indices[0], 77u);
+  EXPECT_EQ(indices[1], 1500u);
+}
+
+// Indices in the whole tensor, of boxes that are not in the order of the tensor, and of a range
+// that begins inside one.
+TEST(ChangeIndexerTest, IndicesInTheTensorAreThoseOfTheShardsElements) {
+  Piece piece;
+  piece.shape = {7, 30};
+  piece.offsets = {4, 3, 0, 10};
+  piece.extents = {2, 20, 3, 5};
+  piece.box_count = 2;
+  piece.ranged = true;
+  piece.range_begin = 11;
+  piece.count = 40;
+  const Shard shard = ValidateShard(piece.Abi(), piece.count).value();
+  const std::vector<uint64_t> elements = {0, 1, 8, 9, 28, 29, 33, 34, 39};
+  std::vector<uint64_t> words(1, 0);
+  std::vector<uint32_t> expected, local;
+  for (uint64_t element : elements) {
+    words[0] |= uint64_t{1} << element;
+    expected.push_back(static_cast<uint32_t>(GlobalIndices(piece)[element]));
+    local.push_back(static_cast<uint32_t>(element));
+  }
+  const auto written = [&](bool in_tensor, bool gaps) {
+    const ChangeIndexer indexer(shard, words, in_tensor, gaps);
+    EXPECT_EQ(indexer.indices().bytes, 4u);
+    EXPECT_FALSE(indexer.indices().gaps);  // the second box lies before the first
+    std::vector<uint32_t> indices(indexer.indices().count);
+    indexer.Write(reinterpret_cast<std::byte*>(indices.data()));
+    return indices;
+  };
+  EXPECT_EQ(written(true, true), expected);
+  EXPECT_EQ(written(true, false), expected);
+  EXPECT_EQ(written(false, false), local);
+}
+
+}  // namespace
+}  // namespace hybridopt
