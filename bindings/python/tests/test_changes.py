@@ -1,17 +1,24 @@
 """Every change between two steps is noticed, even if most things stay as they were. An optimizer that looks only at
-what has changed makes the same random training as one that looks at everything, and ends with the same bits."""
+what has changed makes the same random training as one that looks at everything, and ends with the same bits.
+
+Patches of weights are at the end: a second model that gets only them has every bit of the first one, whatever steps,
+loads and other code have done in between. A patch that is lost, damaged or out of order is refused as a whole."""
 
 import copy
 import gc
+import json
 import random
 import sys
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 import hybridopt
+from hybridopt import abi
 from hybridopt.abi import handles
+from hybridopt.changes.patch import hash_of
 from hybridopt.optimizers import adopting
 from hybridopt.params import slot_batch
 from hybridopt.state import entries as states
@@ -469,3 +476,280 @@ def test_what_is_put_into_a_group_later_is_refused(change, text):
         with pytest.raises((ValueError, RuntimeError), match=text):
             optimizer.step()
     assert bits(params) == before
+
+
+# ------------------------------------------------------------------------------ patches of weights
+
+
+class Model(nn.Module):
+    """Tied weights, a param that never gets a gradient, one without elements, and one with strides of its own."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 24)
+        self.head = nn.Linear(24, 40, bias=False)
+        self.head.weight = self.embedding.weight
+        self.body = nn.Linear(24, 24)
+        self.idle = nn.Parameter(torch.randn(5, 7))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.turned = nn.Parameter(torch.randn(24, 24).t())
+        self.to(dtype)
+
+    def forward(self, tokens):
+        return self.head(self.body(self.embedding(tokens)) @ self.turned)
+
+
+def trained(model, optimizer, seed, scale=1.0):
+    torch.manual_seed(seed)
+    tokens = torch.randint(0, 40, (4, 8))
+    optimizer.zero_grad()
+    loss = model(tokens).float().logsumexp(-1).mean() * scale
+    loss.backward()
+    optimizer.step()
+
+
+def made(dtype=torch.bfloat16, lr=1e-4, **options):
+    torch.manual_seed(0)
+    model = Model(dtype)
+    optimizer = hybridopt.AdamW(model.named_parameters(), lr=lr, track_changes=True, **options)
+    follower = copy.deepcopy(model)
+    return model, optimizer, follower
+
+
+def bits_of(model):
+    return {
+        name: param.detach().contiguous().reshape(-1).view(torch.uint8)
+        for name, param in model.named_parameters()
+    }
+
+
+def same(model, follower):
+    expected, got = bits_of(model), bits_of(follower)
+    return all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def publish(optimizer, follower, **options):
+    patch = optimizer.weight_changes(**options)
+    hybridopt.apply_changes(follower, patch)
+    patch.acknowledge()
+    return patch
+
+
+SETTINGS = [
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.bfloat16, "master_layout": "split", "state_dtype": "bf16"},
+    {"dtype": torch.bfloat16, "master_layout": "split24"},
+    {"dtype": torch.float16},
+    {"dtype": torch.float32},
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting.values())))
+def test_a_follower_has_every_bit_after_each_patch(setting):
+    model, optimizer, follower = made(**setting)
+    assert all(change.dense for _, change in publish(optimizer, follower))
+    sparse = 0
+    for seed in range(6):
+        trained(model, optimizer, seed)
+        if seed % 2:
+            trained(model, optimizer, 100 + seed, scale=torch.inf if seed == 3 else 1.0)  # one is skipped
+        patch = publish(optimizer, follower, dense_above=1.0)
+        assert same(model, follower)
+        assert patch["idle"].values.numel() == 0
+        sparse += sum(change.values.numel() for _, change in patch if not change.dense)
+    elements = sum(param.numel() for param in model.parameters())
+    assert 0 < sparse < 6 * elements
+
+
+def test_a_patch_that_is_lost_costs_nothing():
+    model, optimizer, follower = made()
+    publish(optimizer, follower)
+    trained(model, optimizer, 1)
+    lost = optimizer.weight_changes(dense_above=1.0)
+    trained(model, optimizer, 2)
+    later = optimizer.weight_changes(dense_above=1.0)
+    for name, change in lost:
+        if not change.dense:
+            assert set(change.indices.tolist()) <= set(later[name].indices.tolist())
+    hybridopt.apply_changes(follower, later)
+    assert same(model, follower)
+    hybridopt.apply_changes(follower, later)  # again: it has no effect
+    assert same(model, follower)
+
+
+def in_place(model):
+    with torch.no_grad():
+        model.body.weight[3].add_(1.0)
+
+
+def copied(model):
+    with torch.no_grad():
+        model.idle.copy_(torch.ones(5, 7))
+
+
+@pytest.mark.parametrize("write", [in_place, copied])
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting.values())))
+def test_what_other_code_writes_in_place_is_in_the_next_patch(setting, write):
+    model, optimizer, follower = made(**setting)
+    for published_between in (False, True):
+        trained(model, optimizer, 1)
+        publish(optimizer, follower)
+        write(model)
+        if published_between:
+            publish(optimizer, follower)
+            assert same(model, follower)
+        trained(model, optimizer, 2)
+        publish(optimizer, follower)
+        assert same(model, follower)
+
+
+def test_after_a_load_and_after_a_mark_params_come_whole(tmp_path):
+    model, optimizer, follower = made()
+    for each in (model, follower):  # checkpoints hold elements in the order of dimensions
+        each.turned = nn.Parameter(each.turned.detach().contiguous())
+    optimizer = hybridopt.AdamW(model.named_parameters(), lr=1e-4, track_changes=True)
+    trained(model, optimizer, 1)
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    trained(model, optimizer, 2)
+    publish(optimizer, follower)
+    optimizer.load_checkpoint(tmp_path / "checkpoint")
+    assert all(change.dense for _, change in publish(optimizer, follower))
+    assert same(model, follower)
+    optimizer.mark_weights_changed()
+    assert all(change.dense for _, change in publish(optimizer, follower))
+    assert not any(change.dense for name, change in publish(optimizer, follower) if name != "empty")
+
+
+def test_a_write_through_data_shows_in_the_hash():
+    model, optimizer, follower = made(dtype=torch.float32)
+    publish(optimizer, follower)
+    model.body.weight.data[0, 0] += 1
+    with pytest.raises(ValueError, match="parameter 'body.weight'"):
+        publish(optimizer, follower)
+    optimizer.mark_weights_changed()
+    publish(optimizer, follower)
+    assert same(model, follower)
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def test_a_file_has_the_patch_bit_for_bit(tmp_path):
+    model, optimizer, follower = made()
+    for step in range(3):
+        path = tmp_path / f"{step}.safetensors"
+        patch = optimizer.weight_changes()
+        patch.to_file(path)
+        patch.acknowledge()
+        read = hybridopt.WeightPatch.from_file(path)
+        assert len(read) == len(patch) == 6
+        for name, change in patch:
+            assert torch.equal(read[name].values, change.values)
+            assert read[name].hash == change.hash and read[name].base_hash == change.base_hash
+        hybridopt.apply_changes(follower, read)
+        assert same(model, follower)
+        with pytest.raises(abi.InvalidStateError, match="comes from a file"):
+            read.acknowledge()
+        trained(model, optimizer, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{step}.safetensors" for step in range(3)]
+
+
+def test_the_file_is_one_that_safetensors_reads(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, optimizer, follower = made()
+    publish(optimizer, follower)
+    trained(model, optimizer, 1)
+    patch = optimizer.weight_changes(dense_above=1.0)
+    patch.to_file(tmp_path / "patch.safetensors")
+    tensors = safetensors.load_file(tmp_path / "patch.safetensors")
+    change = patch["body.weight"]
+    assert torch.equal(tensors["body.weight.indices"], change.indices)
+    assert torch.equal(tensors["body.weight.values"], change.values)
+
+
+def test_a_file_that_is_damaged_or_no_patch_is_refused(tmp_path):
+    model, optimizer, follower = made()
+    publish(optimizer, follower)
+    trained(model, optimizer, 1)
+    path = tmp_path / "patch"
+    optimizer.weight_changes(dense_above=1.0).to_file(path)
+    content = path.read_bytes()
+    before = bits_of(copy.deepcopy(follower))
+
+    def refused(changed, match):
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=match):
+            hybridopt.apply_changes(follower, hybridopt.WeightPatch.from_file(path))
+        assert all(torch.equal(bits, before[name]) for name, bits in bits_of(follower).items())
+
+    for length in (0, 7, 100, len(content) - 1):
+        refused(content[:length], "is no patch that can be read")
+    flipped = bytearray(content)
+    flipped[-1] ^= 0x40
+    refused(bytes(flipped), "the patch is damaged|does not fit together")
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"]["format"] = "another"
+    text = json.dumps(header).encode()
+    refused(len(text).to_bytes(8, "little") + text + content[8 + length :], "its format is 'another'")
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+def test_a_patch_on_a_wrong_base_is_refused_and_changes_nothing():
+    model, optimizer, follower = made()
+    publish(optimizer, follower)
+    behind = copy.deepcopy(follower)
+    trained(model, optimizer, 1)
+    publish(optimizer, follower)
+    trained(model, optimizer, 2)
+    patch = optimizer.weight_changes()
+    before = bits_of(copy.deepcopy(behind))
+    with pytest.raises(ValueError, match=r"the patch does not fit parameter '.*': it begins from the hash \w{16}"):
+        hybridopt.apply_changes(behind, patch)
+    assert all(torch.equal(bits, before[name]) for name, bits in bits_of(behind).items())
+    hybridopt.apply_changes(follower, patch)
+    assert same(model, follower)
+
+
+def test_a_model_with_other_params_is_refused():
+    _, optimizer, _ = made()
+    patch = optimizer.weight_changes()
+    with pytest.raises(ValueError, match="the patch has parameter 'idle', and the model has none"):
+        hybridopt.apply_changes(nn.Linear(2, 2), patch)
+    other = Model(torch.float32)
+    with pytest.raises(ValueError, match=r"is torch.float32 of shape \(5, 7\) here, and torch.bfloat16"):
+        hybridopt.apply_changes(other, patch)
+
+
+def test_wrong_calls_say_what_is_wrong():
+    model = Model(torch.bfloat16)
+    optimizer = hybridopt.AdamW(model.named_parameters())
+    for call in (optimizer.weight_changes, optimizer.mark_weights_changed):
+        with pytest.raises(abi.InvalidStateError, match="make the optimizer with track_changes=True"):
+            call()
+    with pytest.raises(ValueError, match="Invalid track_changes: 1, expected True or False"):
+        hybridopt.AdamW(model.named_parameters(), track_changes=1)
+    _, optimizer, _ = made()
+    for value in (0, 2.0, True, "1"):
+        with pytest.raises(ValueError, match="expected a fraction above 0 and up to 1, or None"):
+            optimizer.weight_changes(dense_above=value)
+
+
+def test_the_hash_is_the_one_that_offload_h_defines():
+    def mix(x):
+        mask = (1 << 64) - 1
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        return x ^ (x >> 31)
+
+    for count in (0, 1, 3, 4, 5, 1000):
+        tensor = torch.randn(count).bfloat16()
+        content = bytes(tensor.view(torch.uint8).tolist())
+        content += bytes(-len(content) % 8)
+        words = [int.from_bytes(content[i : i + 8], "little") for i in range(0, len(content), 8)]
+        expected = mix(2 * count)
+        for index, word in enumerate(words):
+            expected += mix((word + (index + 1) * 0x9E3779B97F4A7C15) & ((1 << 64) - 1))
+        assert hash_of(tensor) == expected & ((1 << 64) - 1)

@@ -12,8 +12,8 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "src/hybridopt"
 # The sub-packages from the top down: each imports only from those below it. docs/ARCHITECTURE.md lists them in this
 # order. The modules beside the sub-packages, __init__ and __main__, are above all of them.
 ORDER = [
-    "integrations", "stash", "optimizers", "hiding", "engine", "sync", "state", "steps", "settings", "ranks", "params",
-    "traps", "base", "abi",
+    "integrations", "stash", "optimizers", "hiding", "engine", "sync", "state", "steps", "settings", "ranks", "changes",
+    "params", "traps", "base", "abi",
 ]  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import abi, integrations, stash
+    from .changes.applying import apply_changes
+    from .changes.patch import WeightChange, WeightPatch
     from .optimizers.algorithms import SGD, Adagrad, Adam, AdamW, Lion, Signum
     from .optimizers.optimizer import OffloadOptimizer
     from .params.sharding import TensorShard
@@ -32,6 +34,9 @@ _MODULES = {
     "Stats": "steps.plans",
     "StepResult": "steps.plans",
     "TensorShard": "params.sharding",
+    "WeightChange": "changes.patch",
+    "WeightPatch": "changes.patch",
+    "apply_changes": "changes.applying",
 }
 
 # Written out for type checkers, which export only these names.
@@ -49,8 +54,11 @@ __all__ = [
     "Stats",
     "StepResult",
     "TensorShard",
+    "WeightChange",
+    "WeightPatch",
     "__version__",
     "abi",
+    "apply_changes",
     "integrations",
     "stash",
 ]

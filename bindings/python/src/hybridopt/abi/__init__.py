@@ -32,6 +32,7 @@ from .handles import encoded as encoded
 from .library import abi_version as abi_version
 from .library import build_info as build_info
 from .library import call as call
+from .library import content_hash as content_hash
 from .library import library as library
 from .library import library_path as library_path
 from .library import status_name as status_name

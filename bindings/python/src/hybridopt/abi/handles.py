@@ -353,6 +353,32 @@ class Optimizer(Handle):
     def set_step_count(self, param: int, step_count: int) -> None:
         self._call("offload_optimizer_set_step_count", self.value, param, step_count)
 
+    def changes(
+        self, buffer: int = 0, buffer_bytes: int = 0, params: Iterable[int] | None = None, **options: Any
+    ) -> c.offload_changes_t:
+        """Takes what may have changed of params (None: all). Fields: offload_changes_options_t. Its structs are the
+        library's: valid until the next take. A buffer that is too small is no error here: then `take` is 0, and
+        `bytes` tells what is needed."""
+        taken = blank(c.offload_changes_t)
+        ids, count = ids_of(params)
+        fields = make(
+            c.offload_changes_options_t,
+            {"buffer": buffer or None, "buffer_bytes": buffer_bytes, **options},
+        )
+        status = function("offload_optimizer_changes")(self.value, ids, count, fields, taken)
+        if status != c.OFFLOAD_OK and taken.bytes <= buffer_bytes:
+            error = last_error(status)
+            raise error if self.retold is None else self.retold(error)
+        return taken
+
+    def acknowledge_changes(self, take: int) -> None:
+        self._call("offload_optimizer_acknowledge_changes", self.value, take)
+
+    def mark_changed(self, params: Iterable[int] | None = None) -> None:
+        """Says that other code may have written these params (None: all)."""
+        ids, count = ids_of(params)
+        self._call("offload_optimizer_mark_changed", self.value, ids, count)
+
     def stats(self) -> c.offload_stats_t:
         stats = blank(c.offload_stats_t)
         self._call("offload_optimizer_get_stats", self.value, stats)

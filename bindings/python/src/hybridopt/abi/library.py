@@ -80,3 +80,10 @@ def build_info() -> str:
 
 def status_name(status: int) -> str:
     return function("offload_status_name")(status).decode()
+
+
+def content_hash(data: int, bytes: int) -> int:
+    """The hash of bytes in host memory that takes of changes tell of params."""
+    found = ctypes.c_uint64()
+    call("offload_content_hash", data or None, bytes, found)
+    return found.value

@@ -65,6 +65,11 @@ class Engine:
         self._has_ranks = "comm" in options
         self._may_update_early = options.get("early_update_bytes", 0) > 0
         self._split_versions: list[int] = []  # of params with split masters, before gradients left
+        # If changes are tracked: the params of which a write by other code is seen by their versions alone.
+        is_tracked = bool(options.get("track_changes", 0))
+        self._unwatched = [s for s in self.slots if is_tracked and s.count > 0 and not s.has_master]
+        self._is_tracked = is_tracked
+        self._seen_versions: list[int] = []
         # Returns the plan for another device fraction.
         self.plan_of: Callable[[float], abi.offload_plan_t] | None = None
         self.counts_before: dict[Tensor, int] = {}  # hidden_counts() of the engine before this one
@@ -91,6 +96,7 @@ class Engine:
         self.bound.fill_copies()
         self.handle.commit(self.stream())
         self.in_sync.begin()
+        self.see_versions()
 
     def stream(self) -> int:
         """The stream on which gradients and params are ready."""
@@ -170,6 +176,7 @@ class Engine:
         self.bound.note_written_in_place(active)  # while the library computes
         result = self.steps.result(ticket)
         self.bound.take_copies(active)
+        self.see_versions()
         self._note_end([])
         self.bound.release()
         if result.skipped:
@@ -184,6 +191,7 @@ class Engine:
         told of each use. `aliases` are other tensors over the memory of params."""
         active, ticket = self._queue(options, [])  # under_way keeps the gradients alive
         self.bound.note_written_in_place(active)
+        self.see_versions()
         gradients = self.bound.gradients()
         self.bound.note_queued()
         self.bound.release()
@@ -200,6 +208,7 @@ class Engine:
         else:
             self.refresh_masters()
         self._undo_what_read_other_params()
+        self._mark_unseen()
         if self.steps.is_full:
             self.settle()
         active = self.bound.active
@@ -239,6 +248,7 @@ class Engine:
     def note_params_leave(self) -> None:
         """Updates masters before params are offloaded. If the device's state is on the host already, the masters
         follow after the params have been reloaded."""
+        self._mark_unseen()
         try:
             self.refresh_masters()
         except abi.InvalidStateError:
@@ -248,6 +258,7 @@ class Engine:
         """Treats all params as written: other code may have written them without a trace. The upper half of a
         split master is the param itself; this clears the lower half, which belongs to the old value."""
         self.in_sync.forget()
+        self.mark_changed()
         if not any(slot.split for slot in self.slots):
             return
         if self.released_storages is None:
@@ -263,6 +274,7 @@ class Engine:
         self.bound.note_written_in_place(slots)
         self.bound.take_copies(slots)
         self.in_sync.note()
+        self.see_versions()
 
     def settle(self) -> None:
         """Waits for queued steps, but not for saves, and records their results."""
@@ -310,6 +322,34 @@ class Engine:
 
     def _versions_of_split_params(self) -> list[int]:
         return [version_of(local(slot.param)) for slot in self.slots if slot.split]
+
+    # ------------------------------------------------------------------------ changes of weights --
+
+    def see_versions(self) -> None:
+        """Notes the versions of params that this engine or the library has written."""
+        self._seen_versions = [version_of(local(slot.param)) for slot in self._unwatched]
+
+    def _mark_unseen(self) -> None:
+        """Tells the library of params that other code has written in place and that have no master apart from them.
+        It sees the others itself, when their masters follow."""
+        now = [version_of(local(slot.param)) for slot in self._unwatched]
+        both = zip(self._unwatched, now, self._seen_versions)
+        written = [slot.id for slot, version, seen in both if version != seen]
+        if written:
+            self.handle.mark_changed(written)
+            self._seen_versions = now
+
+    def mark_changed(self) -> None:
+        """Treats all params as changed, if changes are tracked."""
+        if self._is_tracked:
+            self.handle.mark_changed()
+
+    def before_changes(self) -> None:
+        """Waits for steps, and has the library notice what other code has written to params."""
+        self.settle()
+        self._mark_unseen()
+        self.refresh_masters()
+        self.wait()
 
     def undo_early_updates(self) -> None:
         """Brings state back to what it was before the library updated it early, and waits for that."""

@@ -148,6 +148,7 @@ class Engines:
         for engine in {self._aside_of[param] for param in params if param in self._aside_of}:
             if not engine.difference(wanted):
                 self._history.note_return(self._remove(engine))
+                engine.mark_changed()  # nobody has watched its params meanwhile
                 return engine
             self._end_one_aside(engine, owner._state)
         for engine in list(self._pauses):

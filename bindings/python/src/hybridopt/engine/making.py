@@ -114,6 +114,7 @@ def make_engine(
             master_layout=MASTER_LAYOUTS[options["master_layout"]],
             host_executors=HOST_EXECUTORS[host_executors],
             early_update_bytes=early_update_bytes(options, device, host_executors),
+            track_changes=int(options["track_changes"]),
             **({} if comm is None else comm.options()),
         )
 

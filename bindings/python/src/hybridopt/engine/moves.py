@@ -107,6 +107,7 @@ def reload(engine: Engine, params: bool, grads: bool, states: bool) -> None:
         engine.released_storages = None
         note_reloaded(slot.param for slot in engine.slots)
         engine.masters.note_reload()
+        engine.see_versions()
     if grads:
         reload_gradients(engine, streams)
     engine.wait()

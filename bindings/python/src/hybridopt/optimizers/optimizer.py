@@ -34,6 +34,7 @@ from ..steps.history import History
 from ..traps import away
 from ..traps.trap import without_traps
 from . import adopting, grad_scaler
+from .publishing import Publishing
 from .reporting import Reporting
 from .saving import Saving
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from ..ranks.process_group import ProcessGroupComm
 
 
-class OffloadOptimizer(Saving, Reporting):
+class OffloadOptimizer(Saving, Reporting, Publishing):
     """The base class. Subclasses say which algorithm it is."""
 
     _step_supports_amp_scaling = True  # GradScaler gives step() the scale, and whether it has found Inf or NaN

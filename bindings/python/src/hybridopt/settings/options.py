@@ -191,6 +191,16 @@ class OffloadOptions(TypedDict, total=False):
             expect(lambda v: is_whole(v, 0, 1 << 64), "a number of bytes, or 0 for no early updates"),
         ),
     ]
+    track_changes: Annotated[
+        bool,
+        Option(
+            "bool",
+            False,
+            """steps note which elements of params they change, for weight_changes(): a bit for each element where
+            it is updated, and two more on the host.""",
+            expect(lambda v: isinstance(v, bool), "True or False"),
+        ),
+    ]
     threads: Annotated[
         int,
         Option(

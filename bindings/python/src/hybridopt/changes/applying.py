@@ -1,0 +1,69 @@
+"""apply_changes: brings a model that follows another one up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..params.tensors import local
+from .patch import WeightChange, WeightPatch, hash_of
+
+
+def apply_changes(model: nn.Module | Mapping[str, Tensor], patch: WeightPatch) -> None:
+    """Writes a patch of another process's optimizer into the params of `model`: a module, or tensors by name (a state
+    dict). The tensors must have the names, shapes and dtypes of the trainer's; of a DTensor each rank applies the
+    changes of its own shard.
+
+    Before anything is written, every param is made in a copy of its own and compared with the hash in the patch. So a
+    patch on a wrong base, or one that was damaged on its way, raises a ValueError and leaves the model as it is. A
+    patch may be applied twice, and one that has more changes than needed fits too."""
+    tensors = _tensors_of(model)
+    targets = {}
+    for name, change in patch:
+        targets[name] = _target(tensors, name, change)
+        _check_result(name, targets[name], change)
+    with torch.no_grad():
+        for name, change in patch:
+            if change.values.numel() > 0:
+                targets[name].copy_(change.applied_to(targets[name]))
+
+
+def _tensors_of(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if isinstance(model, nn.Module):
+        return dict(model.named_parameters(remove_duplicate=False))
+    return model
+
+
+def _target(tensors: Mapping[str, Tensor], name: str, change: WeightChange) -> Tensor:
+    if name not in tensors:
+        known = ", ".join(map(repr, list(tensors)[:5]))
+        raise ValueError(
+            f"the patch has parameter {name!r}, and the model has none of that name (it has {known} ...); give the "
+            "optimizer named_parameters() of the same model"
+        )
+    target = local(tensors[name])
+    if tuple(target.shape) != change.shape or target.dtype != change.values.dtype:
+        raise ValueError(
+            f"parameter {name!r} is {target.dtype} of shape {tuple(target.shape)} here, and {change.values.dtype} of "
+            f"shape {change.shape} in the patch; both must be the same"
+        )
+    return target
+
+
+def _check_result(name: str, target: Tensor, change: WeightChange) -> None:
+    found = hash_of(change.applied_to(target))
+    if found == change.hash:
+        return
+    now = hash_of(target)
+    if change.base_hash is not None and now != change.base_hash:
+        raise ValueError(
+            f"the patch does not fit parameter {name!r}: it begins from the hash {change.base_hash:016x}, and the "
+            f"parameter has {now:016x}; apply the patches in order, or have the trainer send all of it "
+            "(mark_weights_changed())"
+        )
+    raise ValueError(
+        f"the patch is damaged: with it parameter {name!r} has the hash {found:016x}, expected {change.hash:016x}; send "
+        "it again"
+    )

@@ -1,0 +1,123 @@
+"""WeightPatch: which elements of a model's params have changed, and to what."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from .. import abi
+from ..params.tensors import local
+from . import files
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightChange:
+    """What has changed of one param, or of the shard of it that this rank holds. Elements count row by row."""
+
+    shape: tuple[int, ...]  # of the tensor that this rank holds
+    indices: Tensor | None  # int64, ascending; None: `values` has all elements
+    values: Tensor  # the new values; if there are no indices, in the shape of the param
+    hash: int  # of the whole tensor, with the change
+    base_hash: int | None  # the same without it; None: not known, since all elements are here
+
+    @property
+    def dense(self) -> bool:
+        """Whether it has all elements."""
+        return self.indices is None
+
+    def applied_to(self, tensor: Tensor) -> Tensor:
+        """A copy of the tensor with the change."""
+        if self.indices is None:
+            return self.values.to(tensor.device).clone(memory_format=torch.contiguous_format)
+        flat = tensor.detach().reshape(-1).clone()
+        flat[self.indices.to(tensor.device)] = self.values.to(tensor.device)
+        return flat.view(self.shape)
+
+
+class WeightPatch:
+    """The changes of params by name. It iterates over pairs of a name and a WeightChange, in the order of the params.
+    Params of which nothing has changed are there too: their hash lets a follower notice that it has fallen behind."""
+
+    def __init__(
+        self, changes: dict[str, WeightChange], acknowledge: Callable[[], None] | None = None
+    ) -> None:
+        self._changes = changes
+        self._acknowledge = acknowledge
+
+    def __iter__(self) -> Iterator[tuple[str, WeightChange]]:
+        return iter(self._changes.items())
+
+    def __len__(self) -> int:
+        return len(self._changes)
+
+    def __getitem__(self, name: str) -> WeightChange:
+        return self._changes[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._changes
+
+    def __repr__(self) -> str:
+        changed = sum(change.values.numel() for _, change in self)
+        whole = sum(change.dense for _, change in self)
+        return f"<WeightPatch of {len(self)} params: {changed} values, {whole} params whole>"
+
+    def acknowledge(self) -> None:
+        """Says that all followers have the patch: the next one begins from here. Until then the next one has all of
+        this one again, so a patch that was lost on its way costs nothing."""
+        if self._acknowledge is None:
+            raise abi.InvalidStateError(
+                "this patch comes from a file, and only the optimizer's own can be acknowledged; call acknowledge() of "
+                "what weight_changes() returned"
+            )
+        self._acknowledge()
+
+    def to_file(self, path: str | os.PathLike[str]) -> None:
+        """Writes a safetensors file, which appears as a whole or not at all. docs/PYTORCH.md has the names in it."""
+        tensors, metadata = {}, {}
+        for name, change in self:
+            tensors[f"{name}.values"] = change.values
+            if change.indices is not None:
+                tensors[f"{name}.indices"] = change.indices
+            metadata[name] = files.Entry(change.shape, change.hash, change.base_hash).text()
+        files.write(path, tensors, metadata)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> WeightPatch:
+        """Reads what to_file() has written, into memory of the CPU."""
+        tensors, metadata = files.read(path)
+        changes = {}
+        for name, text in metadata.items():
+            entry = files.Entry.of(path, name, text)
+            values = files.tensor_of(path, tensors, f"{name}.values")
+            indices = tensors.get(f"{name}.indices")
+            changes[name] = WeightChange(entry.shape, indices, values, entry.hash, entry.base_hash)
+            _check(path, name, changes[name])
+        return cls(changes)
+
+
+def _check(path: str | os.PathLike[str], name: str, change: WeightChange) -> None:
+    """Refuses what no patch has: a file may have been made by other code."""
+    count = 1
+    for size in change.shape:
+        count *= size
+    if change.indices is None:
+        fits = tuple(change.values.shape) == change.shape
+    else:
+        indices = change.indices
+        fits = indices.dtype == torch.int64 and change.values.shape == indices.shape and indices.dim() == 1
+        fits = fits and (indices.numel() == 0 or bool(indices.min() >= 0 and indices.max() < count))
+    if not fits:
+        raise ValueError(
+            f"{os.fspath(path)!r} does not fit together for {name!r}: its values or indices are not those of a tensor "
+            f"of shape {change.shape}; write the file with WeightPatch.to_file()"
+        )
+
+
+def hash_of(tensor: Tensor) -> int:
+    """The hash of a tensor's elements, row by row, as the library makes it of params."""
+    on_host = local(tensor).detach().contiguous().cpu()
+    return abi.content_hash(on_host.data_ptr(), on_host.numel() * on_host.element_size())

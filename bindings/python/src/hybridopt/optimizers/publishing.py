@@ -1,0 +1,111 @@
+"""Publishing: which weights steps have changed, for programs that follow them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from .. import abi
+from ..base.checks import is_number, shown
+from ..base.modes import in_no_mode
+from ..changes.patch import WeightChange, WeightPatch, hash_of
+from ..engine.engine import Engine
+from ..params.registered import Slot
+from ..params.tensors import local
+from ..settings.options import OffloadOptions
+
+
+class Publishing(torch.optim.Optimizer):
+    """The weights of an optimizer's params, as other programs get them."""
+
+    _options: OffloadOptions
+
+    def _ready_engine(self, binds_params: bool = True) -> Engine:
+        raise NotImplementedError
+
+    @in_no_mode
+    def weight_changes(self, *, dense_above: float | None = None) -> WeightPatch:
+        """The elements of all params that may differ from what they were when changes were last acknowledged, with
+        their new values: steps note them (`track_changes=True`). Waits for the step under way.
+
+            patch = optimizer.weight_changes()
+            for name, change in patch: ...       # change.indices, change.values, change.hash
+            patch.acknowledge()                  # once the followers have it
+
+        The first patch has all params whole; so have those of params that were loaded, marked, or written where
+        nobody could see which elements. `dense_above` is the fraction of changed elements above which a param comes
+        whole; None: where indices and values would take as many bytes.
+
+        The values of a param that comes whole are the param itself: use them before the next step. Of a DTensor each
+        rank gets its own shard. Params must not be offloaded."""
+        if dense_above is not None and not (is_number(dense_above) and 0 < dense_above <= 1):
+            raise ValueError(
+                f"Invalid dense_above: {shown(dense_above)}, expected a fraction above 0 and up to 1, or None"
+            )
+        self._refuse_untracked()
+        engine = self._ready_engine()
+        if engine.released_storages is not None:
+            raise abi.InvalidStateError(
+                "params are offloaded, and changes are taken of params on their device; call reload(params=True) first"
+            )
+        engine.before_changes()
+        return _taken(engine, 0.0 if dense_above is None else dense_above)
+
+    @in_no_mode
+    def mark_weights_changed(self) -> None:
+        """Has the next patch bring all params whole: for a new follower, or after other code has written params in a
+        way that leaves no trace (through `.data` of fp32 params, or of bf16 params with split masters)."""
+        self._refuse_untracked()
+        self._ready_engine().handle.mark_changed()
+
+    def _refuse_untracked(self) -> None:
+        if not self._options["track_changes"]:
+            raise abi.InvalidStateError(
+                "changes are not tracked; make the optimizer with track_changes=True"
+            )
+
+
+def _taken(engine: Engine, dense_above: float) -> WeightPatch:
+    options: dict[str, Any] = {"dense_above": dense_above, "stream": engine.stream()}
+    buffer = torch.empty(0, dtype=torch.int64)
+    taken = engine.handle.changes(**options)
+    if taken.take == 0:
+        buffer = torch.empty(taken.bytes // 8, dtype=torch.int64)
+        taken = engine.handle.changes(buffer.data_ptr(), taken.bytes, **options)
+    changes = {}
+    for slot, change in zip(engine.slots, taken.params[: taken.param_count]):
+        changes[slot.name] = _change_of(slot, change, buffer.view(torch.uint8))
+    return WeightPatch(changes, functools.partial(_acknowledge, engine, taken.take))
+
+
+def _acknowledge(engine: Engine, take: int) -> None:
+    # A closed engine has no more changes, and the next one begins with whole params.
+    if not engine.handle.closed:
+        engine.handle.acknowledge_changes(take)
+
+
+def _change_of(
+    slot: Slot, change: abi.offload_change_t, buffer: torch.Tensor
+) -> WeightChange:
+    shape, base = tuple(slot.shape), change.base_hash if change.has_base else None
+    if change.dense or slot.count == 0 or not slot.row_major:
+        whole = local(slot.param).detach()
+        # The library hashes elements in the order of memory.
+        found = change.hash if slot.row_major else hash_of(whole)
+        return WeightChange(shape, None, whole, found, None)
+    count = change.count
+    values = _array(buffer, change.values_offset, count, slot.dtype)
+    indices = _array(buffer, change.indices_offset, count, _INDEX_DTYPES[change.index_bytes])
+    indices = indices.to(torch.int64)
+    if change.index_bytes == 4:
+        indices &= 0xFFFFFFFF  # they are unsigned
+    return WeightChange(shape, indices, values.clone(), change.hash, base)
+
+
+_INDEX_DTYPES = {4: torch.int32, 8: torch.int64}
+
+
+def _array(buffer: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return buffer[offset : offset + count * dtype.itemsize].view(dtype)
