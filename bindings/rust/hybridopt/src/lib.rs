@@ -120,6 +120,7 @@
 #![deny(missing_docs, unsafe_op_in_unsafe_fn)]
 
 mod algorithm;
+mod changes;
 mod checkpoint;
 mod comm;
 mod contain;
@@ -141,6 +142,7 @@ mod slot;
 mod state;
 
 pub use algorithm::Algorithm;
+pub use changes::{content_hash, Change, Changes};
 pub use checkpoint::{
     inspect, newest, newest_verified, verify, CheckpointTensor, LoadOptions, SaveOptions,
     VerifyOptions,

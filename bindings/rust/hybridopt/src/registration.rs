@@ -143,6 +143,13 @@ impl<'a> OptimizerBuilder<'a> {
         self
     }
 
+    /// Whether steps note which elements of params they change, for
+    /// [`changes`](crate::Optimizer::changes); they do not by default.
+    pub fn track_changes(mut self, track: bool) -> Self {
+        self.options.track_changes = i32::from(track);
+        self
+    }
+
     /// What may be offloaded later; nothing by default.
     pub fn movable(mut self, movable: Movable) -> Self {
         self.options.movable = movable.raw();
