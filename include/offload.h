@@ -282,7 +282,7 @@ enum offload_numa_rung {
   OFFLOAD_NUMA_PLACED = 2       /* libnuma has told the kernel which nodes to prefer */
 };
 
-/* What a context has got of the machine. */
+/* The parts of the machine that a context uses. */
 typedef struct offload_context_info {
   uint32_t struct_size;
   int32_t device_kind;    /* enum offload_device_kind */

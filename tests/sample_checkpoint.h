@@ -155,7 +155,7 @@ class Sample : public HandMade {
     // On one rank alone, in several blocks.
     AddParam("head.weight", OFFLOAD_FP32, {1100});
     AddShard(1, 1, {{{0}, {1100}}});
-    // Nothing of it, so nothing is stored.
+    // No rank has an element of this param, so nothing is stored.
     AddParam("n\xc3\xa4me", OFFLOAD_FP16, {0, 7});
     Fill();
   }

@@ -249,7 +249,7 @@ class Program {
     }
   }
 
-  // `data` stays as it is while there is no new one.
+  // Binds the gradient; the param's address may be a new one, or the same as before.
   void BindOne(uint32_t id) { rig_.Bind({id}); }
 
   void Unbind(const std::vector<uint32_t>& ids) {

@@ -220,7 +220,8 @@ Problem OneParam(uint64_t count) {
                        0, 1);
 }
 
-// Larger than what workers share and than the memory through which the device copies.
+// The state is larger than a piece for the workers, and larger than the memory through which the
+// device copies.
 TEST(StateIo, LargeStateGoesInPieces) {
   constexpr uint64_t kCount = 300'007;
   Random random(3);

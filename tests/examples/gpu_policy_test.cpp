@@ -32,8 +32,8 @@ class GpuPolicyTest : public testing::Test {
     for (void* data : {gpu_params_, gpu_weights_, gpu_grads_, gpu_cache_}) (void)cudaFree(data);
   }
 
-  // The results of both phases, for a policy of their own. Memory that they must write starts as
-  // NaNs.
+  // Runs both phases with a new policy and returns their results. Memory that the phases must write
+  // starts as NaNs.
   void RunGpu(int step, Scores* scores, std::vector<float>* cache, std::vector<uint16_t>* grads) {
     const std::unique_ptr<GpuPolicy> gpu = make_gpu_policy();
     const auto stream = static_cast<cudaStream_t>(gpu->stream());

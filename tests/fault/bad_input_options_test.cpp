@@ -126,8 +126,8 @@ INSTANTIATE_TEST_SUITE_P(
 
 // --------------------------------------------------------------------------------------- groups --
 
-// Adding and setting a group refuse alike.
-// A group that no optimizer of this algorithm takes.
+// A group that no optimizer of this algorithm takes: add_group and set_group refuse it in the same
+// way.
 struct GroupCase {
   const char* name;
   int32_t algorithm;

@@ -45,7 +45,8 @@ class CheckpointLoad : public testing::Test {
     Step(rig_, 1);
   }
   std::string Text() const { return offload_last_error(); }
-  // The problem that the checkpoint is of, changed; loads the checkpoint into it.
+  // Loads the checkpoint into an optimizer of `problem`, which is the checkpoint's problem with a
+  // change.
   int32_t LoadInto(const Problem& problem, uint32_t flags = 0) {
     LifecycleRig other(problem, Setting());
     const int32_t status = other.TryLoad(path_, flags);

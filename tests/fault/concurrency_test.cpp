@@ -109,8 +109,8 @@ TEST(Concurrency, OptimizersOfOneContextGiveTheBitsOfARunAlone) {
       [&](const RunOptions& run) { return TrainAlone(run, steps); });
 }
 
-// Several optimizers that together, and one that nearly alone, give the workers more chunks ahead
-// than their queue takes.
+// One optimizer nearly fills the workers' queue with chunks that are taken ahead; several optimizers
+// together have more chunks than it takes.
 TEST(Concurrency, StepsWhoseChunksFillTheWorkersQueueGiveTheSameBits) {
   struct {
     uint32_t slots;

@@ -198,7 +198,7 @@ TEST_F(MutationTest, AnOffsetOrExtentThatOverflows) {
   });
 }
 
-// One box once more, or one element of it.
+// Repeats one box, or one element of it.
 TEST_F(MutationTest, BoxesThatOverlap) {
   Run([](Piece& piece, size_t at, Random& random) -> std::string {
     const auto dimensions = static_cast<ptrdiff_t>(piece.shape.size());

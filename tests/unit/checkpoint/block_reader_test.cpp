@@ -25,7 +25,7 @@ constexpr uint64_t kFileBytes = 300'000;
 
 char ByteAt(uint32_t file, uint64_t at) { return static_cast<char>(at / 7 + 13 * file + at); }
 
-// Reads of some places wait until others have ended, or fail.
+// Files whose reads at some offsets fail, or wait until other reads have ended.
 class TestFiles : public system::Files {
  public:
   int64_t Read(int file, void* data, uint64_t bytes, uint64_t offset) override {

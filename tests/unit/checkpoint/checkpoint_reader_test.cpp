@@ -301,7 +301,7 @@ TEST_F(ReaderTest, FilesOfAnotherCheckpointAreRefused) {
   other.Fill();
   Sample::WriteFile(PathOf(0), other.files[0]);
   ExpectOpenRefused("'" + PathOf(0) + "': the header's hash is not the one the manifest tells");
-  // Not even if hash and size are made to fit.
+  // The file is refused even if the manifest has its hash and size.
   sample_.manifest.files[0].head_hash = other.manifest.files[0].head_hash;
   Sample::WriteFile(path_ + "/" + kManifestFile, EncodeManifest(sample_.manifest).value());
   ExpectOpenRefused("the header does not describe what the manifest says of this file");

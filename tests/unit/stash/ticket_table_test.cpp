@@ -96,7 +96,8 @@ TEST(TicketTable, AMarkDividesThePushesOfItsLaneAlone) {
   EXPECT_EQ(table.LastSince(mark), &first);
   table.End(first);
   EXPECT_EQ(table.LastSince(mark), nullptr);
-  // This ticket has the entry of one before the mark, but was pushed since.
+  // This ticket was pushed after the mark, although it has the entry of a ticket from before the
+  // mark.
   table.End(before);
   while (table.FirstEnding() != nullptr) table.FreeFirstEnding();
   StashEntry& later = Begin(table, 1);

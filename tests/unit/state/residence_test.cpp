@@ -685,7 +685,8 @@ TEST(Shape, AdamwKeepsTwelveBytesForABf16ParamAndEightForAnFp32OneInHostMemory) 
   }
 }
 
-// Arrays of 2^26 elements one right behind the other would share a bank of memory all the way.
+// If arrays of 2^26 elements followed each other without a gap, equal elements would be in the same
+// bank of the memory.
 TEST(Shape, LargeStateArraysStartInDifferentBanks) {
   const std::unique_ptr<Device> device = CreateHostDevice();
   ParamTable table(OFFLOAD_ADAMW, *device);

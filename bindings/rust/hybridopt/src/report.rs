@@ -29,7 +29,7 @@ impl<T: Copy> ByTier<T> {
     }
 }
 
-/// What a context has got of the machine.
+/// The parts of the machine that a context uses.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ContextInfo {

@@ -437,13 +437,13 @@ class ActivationStash:
             yield module.register_load_state_dict_pre_hook(Call(bring_back)).remove
 
     def come_for_step(self, params: Iterable[Tensor]) -> None:
-        """For away.Keeper."""
+        """Implements away.Keeper."""
         if not self._handle.closed:
             with self._lock:
                 self._weights.come_for_step(params)
 
     def come_to_be_read(self, params: Iterable[Tensor]) -> None:
-        """For away.Keeper."""
+        """Implements away.Keeper."""
         if not self._handle.closed:
             with self._lock:
                 self._weights.come_to_be_read(params)
