@@ -109,8 +109,8 @@ TEST(Concurrency, OptimizersOfOneContextGiveTheBitsOfARunAlone) {
       [&](const RunOptions& run) { return TrainAlone(run, steps); });
 }
 
-// One optimizer nearly fills the workers' queue with chunks that are taken ahead; several optimizers
-// together have more chunks than it takes.
+// One optimizer nearly fills the workers' queue with chunks that are taken ahead; several
+// optimizers together have more chunks than it takes.
 TEST(Concurrency, StepsWhoseChunksFillTheWorkersQueueGiveTheSameBits) {
   struct {
     uint32_t slots;
