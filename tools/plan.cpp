@@ -4,6 +4,7 @@
 #include <sstream>
 #include <vector>
 
+#include "base/system.h"
 #include "base/utf8.h"
 #include "commands.h"
 #include "machine_file.h"
@@ -176,7 +177,7 @@ Status CheckFraction(const char* option, double fraction) {
   return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is %g, expected 0 to 1", option, fraction);
 }
 
-Result<Question> QuestionOf(const PlanOptions& options, Planner& planner) {
+Result<Question> QuestionOf(const PlanOptions& options) {
   Question question;
   question.options = options;
   question.is_fraction_open = !options.offload_fraction && !options.device_fraction;
@@ -189,7 +190,7 @@ Result<Question> QuestionOf(const PlanOptions& options, Planner& planner) {
     question.host_available_bytes = question.machine->host_available_bytes();
     question.device_available_bytes = question.machine->device_free_bytes();
   } else {
-    HYBRIDOPT_ASSIGN(question.host_available_bytes, planner.HostAvailable());
+    question.host_available_bytes = hybridopt::system::AvailableBytes();
     question.device_available_bytes = DeviceFreeBytes();
   }
   if (options.host_memory_bytes != 0) question.host_available_bytes = options.host_memory_bytes;
@@ -397,7 +398,7 @@ Result<Report> Plan(const PlanOptions& options) {
   if (options.device_fraction)
     HYBRIDOPT_TRY(CheckFraction("--device-fraction", *options.device_fraction));
   HYBRIDOPT_ASSIGN(const auto planner, Planner::Make(options));
-  HYBRIDOPT_ASSIGN(const Question question, QuestionOf(options, *planner));
+  HYBRIDOPT_ASSIGN(const Question question, QuestionOf(options));
   HYBRIDOPT_ASSIGN(
       const Candidate asked,
       CandidateOf(*planner, question, LayoutsOf(options).front(), question.offload_fraction));

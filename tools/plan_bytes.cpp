@@ -104,9 +104,16 @@ Result<std::unique_ptr<Planner>> Planner::Make(const PlanOptions& options) {
   context_options.device_kind = OFFLOAD_DEVICE_SIM;
   context_options.sim_memory_bytes = kDeviceBytes;
   HYBRIDOPT_TRY(planner->context_.Create(context_options));
-  HYBRIDOPT_TRY(StatusOf(offload_device_alloc(
-      planner->context_.get(), kLargeElements * planner->dtype_->bytes, &planner->data_)));
   return planner;
+}
+
+Status Planner::TakeData(uint64_t bytes) {
+  if (bytes <= data_bytes_) return {};
+  HYBRIDOPT_TRY(StatusOf(offload_device_free(context_.get(), data_)));
+  data_bytes_ = 0;
+  HYBRIDOPT_TRY(StatusOf(offload_device_alloc(context_.get(), bytes, &data_)));
+  data_bytes_ = bytes;
+  return {};
 }
 
 // Plans one param on the simulated device without a commit.
@@ -126,6 +133,7 @@ Result<offload_plan_t> Planner::Plan(uint64_t elements, double device_fraction,
   // Asks for room for all elements, which grows with their number; the caller reduces it to what
   // the option says.
   if (options_.early_bytes > 0) options.early_update_bytes = kSizeMaxBytes;
+  HYBRIDOPT_TRY(TakeData(elements * dtype_->bytes));
   Optimizer optimizer;
   HYBRIDOPT_TRY(optimizer.Create(context_, options));
   const offload_group_t group = GroupOf(*algorithm_);
@@ -196,11 +204,6 @@ TrainingBytes Planner::Training(uint64_t elements, const StateBytes& state) cons
   training.host = Rounded(state.host) + training.stash;
   training.device = 2 * training.params + Rounded(state.device) + training.activations;
   return training;
-}
-
-Result<uint64_t> Planner::HostAvailable() {
-  HYBRIDOPT_ASSIGN(const offload_plan_t here, Plan(1, 0, {1, "fp32", false}));
-  return here.host_available_bytes;
 }
 
 }  // namespace tool

@@ -53,11 +53,10 @@ class Planner {
   TrainingBytes Training(uint64_t elements, const StateBytes& state) const;
 
   const hybridopt::Algorithm& algorithm() const { return *algorithm_; }
-  // The memory that the library finds available on this host.
-  Result<uint64_t> HostAvailable();
 
  private:
   explicit Planner(const PlanOptions& options) : options_(options) {}
+  Status TakeData(uint64_t bytes);
   Result<offload_plan_t> Plan(uint64_t elements, double device_fraction, const StateChoice& choice);
   Status AddShare(uint64_t elements, double device_fraction, const StateChoice& choice,
                   StateBytes& sum);
@@ -68,6 +67,7 @@ class Planner {
   uint64_t stash_bytes_ = 0;
   Context context_;       // simulated
   void* data_ = nullptr;  // the address of every param that is planned
+  uint64_t data_bytes_ = 0;
   std::map<std::tuple<uint64_t, double, std::string, bool>, offload_plan_t> plans_;
 };
 
