@@ -139,6 +139,7 @@ mod queue;
 mod registration;
 mod report;
 mod slot;
+mod stash;
 mod state;
 
 pub use algorithm::Algorithm;
@@ -163,4 +164,5 @@ pub use registration::{
     HostExecutors, MasterLayout, Movable, OptimizerBuilder, Registration, Rounding,
 };
 pub use report::{ByTier, CheckpointInfo, ContextInfo, Plan, Stats, StepResult};
+pub use stash::{Pushed, Stash, StashBuilder, Stashed};
 pub use state::{State, StateKind};

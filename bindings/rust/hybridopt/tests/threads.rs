@@ -24,6 +24,9 @@ fn what_may_cross_threads() {
     is_sync::<Waiter<'_>>();
     is_send::<Stream<'_>>();
     is_send::<DeviceBuffer<'_, f32>>();
+    is_send::<Stash<'_>>();
+    is_sync::<Stash<'_>>();
+    is_send::<Stashed<'_, '_, f32>>();
     is_send::<Ticket>();
     is_send::<Error>();
     is_sync::<Error>();
