@@ -1,5 +1,5 @@
-// Optimizer's takes of changes (state_io/change_log.h): this file checks, and lays out what a take
-// gives.
+// Optimizer's takes of changes (state_io/change_log.h): this file checks the calls, and lays out
+// the buffer of a take.
 #include "base/system.h"
 #include "optimizer/optimizer.h"
 #include "state_io/change_reader.h"
@@ -31,7 +31,7 @@ Status CheckOptions(const offload_changes_options_t& options) {
   return {};
 }
 
-// Whether a param is to be sent whole rather than its changed elements.
+// Whether the whole param is to be sent, instead of its changed elements.
 bool IsDense(const offload_changes_options_t& options, const Param& param,
              const ChangedIndices& indices) {
   if (options.dense_above > 0)
@@ -134,7 +134,7 @@ Status Optimizer::Changes(std::span<const uint32_t> params,
   return {};
 }
 
-// Fills the caller's buffer, and in the hashes.
+// Fills the caller's buffer and the hashes.
 Status Optimizer::ReadChanges(const offload_changes_options_t& options,
                               std::span<const ChangeIndexer> indexers) {
   HYBRIDOPT_ASSIGN(Transfer transfer, Transfer::Create(*context_, "a take of changes"));
@@ -172,7 +172,8 @@ Status Optimizer::MarkChanged(std::span<const uint32_t> params) {
   return {};
 }
 
-// Another address may have other content, unless a reload follows that brings the content.
+// Marks params with a new address, which may have other content; not if a reload follows, because
+// that brings the content.
 void Optimizer::MarkRebound(std::span<const offload_binding_t> bindings) {
   for (const offload_binding_t& binding : bindings)
     if (binding.param < table_.size() && binding.data != nullptr &&

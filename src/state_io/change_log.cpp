@@ -37,7 +37,8 @@ Status ChangeLog::ClearDevice() {
   return lanes_.Wait(lanes_.moved[0], "bits of changes being cleared");
 }
 
-// Bits are cleared after they have been copied: after a failure in between they are set twice.
+// Bits are cleared only after they have been copied. After a failure in between they are set in
+// both places.
 Status ChangeLog::BringDown() {
   if (lanes_.device_changes == nullptr) return {};
   HYBRIDOPT_ASSIGN(Transfer transfer, Transfer::Create(context_, "a take of changes"));

@@ -1,16 +1,17 @@
-// ChangeLog: which elements of each param may differ from what they were when their changes were
-// last acknowledged. Each bit is where the update is made that sets it, so no executor waits for
-// another one:
+// ChangeLog: which elements of each param may differ from their values when their changes were last
+// acknowledged. An executor sets bits where it makes its updates, so no executor waits for another
+// one:
 //
 //   device   | fresh |                a bit for each element, set by updates on the device
 //              |  brought down by a take, and before the device memory is given up
 //   host     v fresh |                the same, set by the CPU workers
 //            | pending |              of takes that have not been acknowledged
 //
-// A take makes fresh bits pending, an acknowledgement clears those. What becomes fresh in between
-// stays. Beside its bits a param may be marked whole: nothing is known about its elements.
+// A take makes fresh bits pending, and an acknowledgement clears pending bits. Bits that become
+// fresh in between stay. A param may also be marked whole: then nothing is known about its
+// elements.
 //
-// Executors set bits on the timeline; all else is called by the caller's thread, or by the
+// Executors set bits on the timeline. Everything else is called by the caller's thread, or by the
 // timeline's work while no step runs.
 #pragma once
 
@@ -35,33 +36,34 @@ class ChangeLog {
   NotedBits OnHost(uint32_t id) const { return {host_words_, FirstBit(id)}; }
   NotedBits OnDevice(uint32_t id) const { return {lanes_.device_changes, FirstBit(id)}; }
 
-  // Has the lanes use other scratch memory, which may be none: the bits there move on.
+  // Makes the lanes use other scratch memory, which may be none, and moves the device's bits there.
   Status UseScratch(LaneScratch& scratch);
   // Clears the bits of new device memory.
   Status ClearDevice();
 
-  // Marks params whole, until a take behind this call is acknowledged.
+  // Marks a param whole, until a take that follows this call is acknowledged.
   void MarkWhole(uint32_t id) {
     if (on()) params_[id].whole = true;
   }
 
-  // To be called before the others: brings all bits of the device down.
+  // Copies all bits of the device to the host. To be called before the functions below.
   Status BringDown();
-  // Makes what is fresh of a param pending.
+  // Makes the fresh bits of a param pending.
   Status MakePending(uint32_t id);
   bool PendingWhole(uint32_t id) const { return params_[id].pending_whole; }
   std::span<const uint64_t> Pending(uint32_t id) const {
     return std::span(pending_).subspan(FirstBit(id) / 64, WordsOf(id));
   }
-  // The hash of the param when its changes were last acknowledged; NULL: they never were.
+  // The hash of the param when its changes were last acknowledged; NULL: they never have been.
   const uint64_t* base_hash(uint32_t id) const {
     return params_[id].has_base ? &params_[id].base_hash : nullptr;
   }
 
-  // Counts a take of what is pending of these params, which have these hashes.
+  // Records a take of the pending bits of these params, which have these hashes. Returns its
+  // number.
   uint64_t Take(std::span<const uint32_t> ids, std::span<const uint64_t> hashes);
-  // Clears what was pending in that take. What a later take has given of a param stays until that
-  // one is acknowledged. INVALID_ARGUMENT if there was no such take.
+  // Clears the bits that were pending in that take. If a later take has named a param too, its bits
+  // stay until that take is acknowledged. INVALID_ARGUMENT if there was no such take.
   Status Acknowledge(uint64_t take);
 
  private:

@@ -17,7 +17,8 @@ uint32_t BytesFor(uint64_t largest) {
   return largest <= UINT32_MAX ? 4 : 8;
 }
 
-// Appends the elements of a part of the param, whose first element is bit 0, to `values`.
+// Appends to `values` the elements of a part of the param whose bits are set. Bit 0 is that of the
+// part's first element.
 std::byte* Collect(const std::byte* part, uint64_t element_bytes, std::span<const uint64_t> bits,
                    std::byte* values) {
   ForEachBit(bits, [&](uint64_t element) {

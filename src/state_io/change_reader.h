@@ -1,5 +1,5 @@
-// ChangeReader: reads what a take of changes gives of one param, wherever the param is: the hash of
-// all of it, and where its changed elements are and what they have become.
+// ChangeReader: reads one param for a take of changes, wherever the param is: the hash of the whole
+// param, and the indices and new values of its changed elements.
 #pragma once
 
 #include <bit>
@@ -22,10 +22,10 @@ void ForEachBit(std::span<const uint64_t> words, Visit&& visit) {
       visit(word * 64 + static_cast<uint64_t>(std::countr_zero(left)));
 }
 
-// The elements of a param that have changed, and how their indices are stored.
+// The changed elements of a param, and how their indices are stored.
 struct ChangedIndices {
   uint64_t count = 0;
-  uint32_t bytes = 4;  // of one: 1, 2, 4 or 8
+  uint32_t bytes = 4;  // of one index: 1, 2, 4 or 8
   bool gaps = false;   // each is stored as its distance from the one before, the first from 0
 };
 
@@ -53,7 +53,7 @@ class ChangeReader {
   ChangeReader(Transfer& transfer, const ParamTable& table, const StateLocator& locator)
       : transfer_(transfer), table_(table), locator_(locator) {}
 
-  // Gives the hash of the param, and writes the values of those elements whose bits are set.
+  // Returns the hash of the param, and writes the values of the elements whose bits are set.
   Result<uint64_t> Read(uint32_t id, const ParamLocation& location, std::span<const uint64_t> bits,
                         std::byte* values);
 

@@ -15,8 +15,8 @@ constexpr uint64_t MixBits(uint64_t bits) {
   return bits ^ (bits >> 31);
 }
 
-// The part of the sum for bytes that begin with word `first_word` of the whole. All parts but the
-// last one have whole words. NULL is allowed for 0 bytes.
+// The sum for a part of the bytes that begins with word `first_word` of the whole. All parts but
+// the last one consist of whole words. NULL is allowed for 0 bytes.
 inline uint64_t HashOfPart(const void* data, uint64_t bytes, uint64_t first_word) {
   constexpr uint64_t kDistance = 0x9E3779B97F4A7C15;
   const auto* next = static_cast<const std::byte*>(data);
@@ -34,7 +34,7 @@ inline uint64_t HashOfPart(const void* data, uint64_t bytes, uint64_t first_word
   return sum + MixBits(last + offset);
 }
 
-// The hash of the whole, whose parts have that sum.
+// The hash of the whole, from the sum over all its parts.
 constexpr uint64_t HashOfParts(uint64_t sum, uint64_t bytes) { return sum + MixBits(bytes); }
 
 }  // namespace hybridopt

@@ -1,5 +1,5 @@
-// Takes of changes, call by call: what counts as changed, what an acknowledgement clears, what is
-// refused. lifecycle_program_test.cpp has them in random programs.
+// Takes of changes, call by call: which elements count as changed, what an acknowledgement clears,
+// and what is refused. lifecycle_program_test.cpp has takes in random programs.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr uint64_t kCount = 3000;
 
-// One param of bf16 beside one that never gets a gradient, and SGD, so that a gradient says exactly
+// Two bf16 params, of which one never gets a gradient, and SGD, so that a gradient decides exactly
 // which elements a step changes.
 Problem TwoParams(int32_t master_layout = OFFLOAD_MASTER_FP32) {
   Problem problem;
@@ -54,7 +54,7 @@ class ChangesTest : public testing::TestWithParam<int32_t> {
     return setting_;
   }
 
-  // A step in which these elements of param 0 have a gradient of 1, all others 0.
+  // Makes a step in which these elements of param 0 have a gradient of 1, and all others 0.
   static void Step(LifecycleRig& rig, const std::vector<uint64_t>& elements, uint32_t flags = 0,
                    float grad = 1) {
     StepInput input;
@@ -103,7 +103,7 @@ class ChangesTest : public testing::TestWithParam<int32_t> {
     MUST(offload_optimizer_acknowledge_changes(rig.optimizer(), take));
   }
   static void TakeAndAcknowledge(const LifecycleRig& rig) { Acknowledge(rig, Take(rig).take); }
-  // The elements of param 0 that a take gives now.
+  // The elements of param 0 that a take returns now.
   static std::vector<uint64_t> Changed(const LifecycleRig& rig) { return Take(rig).indices[0]; }
 
   using Elements = std::vector<uint64_t>;
@@ -123,7 +123,8 @@ TEST_P(ChangesTest, TheFirstTakeIsDenseAndLaterOnesHaveWhatStepsHaveChanged) {
     EXPECT_EQ(change.has_base, 0);
   }
   Acknowledge(rig, first.take);
-  Step(rig, {0, 63, 64, 1799, 1800, 2999});  // of a device's 0.3 of 6000 elements is 1799 the last
+  Step(rig,
+       {0, 63, 64, 1799, 1800, 2999});  // 1799 is the last element of the device share, 0.3 of 6000
   const Taken second = Take(rig);
   EXPECT_EQ(second.indices[0], (Elements{0, 63, 64, 1799, 1800, 2999}));
   for (uint64_t i = 0; i < 6; ++i) {
@@ -148,7 +149,7 @@ TEST_P(ChangesTest, AnAcknowledgementClearsWhatItsTakeHadAndNoMore) {
   Step(rig, {2});
   const Taken late = Take(rig);
   EXPECT_EQ(late.indices[0], (Elements{1, 2}));
-  Acknowledge(rig, lost.take);  // a later take has the param: nothing is cleared
+  Acknowledge(rig, lost.take);  // a later take has named the param, so nothing is cleared
   EXPECT_EQ(Changed(rig), (Elements{1, 2}));
   const Taken last = Take(rig);
   Step(rig, {2, 5});
@@ -162,7 +163,7 @@ TEST_P(ChangesTest, AStepThatIsSkippedAndElementsThatKeepTheirBitsAreNoChange) {
   LifecycleRig rig(problem, Setting());
   TakeAndAcknowledge(rig);
   Step(rig, {3}, 0, INFINITY);
-  Step(rig, {4, 2000}, 0, 1e-6f);  // the masters change, rounded they do not
+  Step(rig, {4, 2000}, 0, 1e-6f);  // the masters change, but not the rounded ones
   EXPECT_EQ(Changed(rig), Elements{});
 }
 
@@ -216,7 +217,8 @@ TEST_P(ChangesTest, AParamWithMoreChangesThanTheCallerWantsIsDense) {
   EXPECT_EQ(Take(rig, {}, 0, 0.09).params[0].dense, 1);
   EXPECT_EQ(Take(rig, {}, 0, 0.1).params[0].dense, 0);
   EXPECT_EQ(Take(rig).params[0].dense, 0);
-  // An index and a value are 6 bytes, an element of the whole param 2: a third is as much.
+  // An index and a value take 6 bytes, an element of the whole param 2: a third of the elements
+  // takes as many bytes.
   for (uint64_t i = 0; i < 700; ++i) elements.push_back(10 * (i % 300) + 1 + i / 300);
   Step(rig, elements);
   EXPECT_EQ(Take(rig).params[0].dense, 1);
@@ -349,8 +351,8 @@ TEST_P(ChangesTest, ATakeWhileWorkIsQueuedIsRefused) {
 INSTANTIATE_TEST_SUITE_P(Devices, ChangesTest, testing::ValuesIn(DevicesUnderTest()),
                          [](const auto& info) { return std::string(DeviceText(info.param)); });
 
-// Other code has written elements of params in host memory: a step that follows them notes these,
-// also if what it then stores is what the follower has had before.
+// If other code has written elements of params in host memory, a step that follows the params notes
+// these elements, even if the step then stores the value that the follower has already.
 TEST(ChangesOnTheHostTest, AStepThatFollowsParamsNotesWhatOtherCodeHasWritten) {
   const Problem problem = TwoParams();
   LifecycleSetting setting;
@@ -382,8 +384,8 @@ TEST(ChangesOnTheHostTest, AStepThatFollowsParamsNotesWhatOtherCodeHasWritten) {
   EXPECT_EQ(indices[1], 1500u);
 }
 
-// Indices in the whole tensor, of boxes that are not in the order of the tensor, and of a range
-// that begins inside one.
+// Indices in the whole tensor, for boxes that are not in the order of the tensor, and for a range
+// that begins inside of a box.
 TEST(ChangeIndexerTest, IndicesInTheTensorAreThoseOfTheShardsElements) {
   Piece piece;
   piece.shape = {7, 30};

@@ -1,6 +1,6 @@
-// Follower: a second copy of an optimizer's params that gets only what takes of changes give. After
-// a take it must have the params bit for bit. Some takes are lost, some are applied and never
-// acknowledged, and some are acknowledged late.
+// Follower: a second copy of an optimizer's params, which is updated only from takes of changes.
+// After a take it must equal the params bit for bit. Some takes are lost, some are applied and
+// never acknowledged, and some are acknowledged late.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,8 @@ class Follower {
  public:
   explicit Follower(size_t params) : copy_(params), base_hash_(params), last_take_(params) {}
 
-  // Takes changes of these params, which must be as `truth` tells. Empty, or what is wrong.
+  // Takes changes of these params and applies them; the result must equal `truth`. Returns what is
+  // wrong, or an empty text.
   using Truth = std::function<Bytes(uint32_t id)>;
   std::string Take(offload_optimizer_t optimizer, const std::vector<uint32_t>& ids,
                    const Truth& truth, Random& random) {
@@ -50,10 +51,10 @@ class Follower {
       taken.hashes.push_back({change.param, change.hash});
     }
     takes_.push_back(std::move(taken));
-    if (random.OneIn(6)) takes_.clear();  // nobody says that they have arrived
+    if (random.OneIn(6)) takes_.clear();  // the takes will never be acknowledged
     return "";
   }
-  // Acknowledges the oldest take that has not been, or nothing.
+  // Acknowledges the oldest unacknowledged take, if there is one.
   void Acknowledge(offload_optimizer_t optimizer) {
     if (takes_.empty()) return;
     const Taken taken = takes_.front();
@@ -63,7 +64,7 @@ class Follower {
       if (last_take_[id] == taken.take) base_hash_[id] = hash;
   }
 
-  // How many elements came as changes, and how many of all whole.
+  // How many elements have come as changes, and how many in whole params.
   uint64_t sparse_elements = 0;
   uint64_t dense_elements = 0;
 
@@ -121,7 +122,7 @@ class Follower {
 
   std::vector<Bytes> copy_;
   std::vector<std::optional<uint64_t>> base_hash_;
-  std::vector<uint64_t> last_take_;  // that has named the param, lost or not
+  std::vector<uint64_t> last_take_;  // the last take that has named the param, even if it was lost
   std::deque<Taken> takes_;          // applied and not acknowledged
 };
 

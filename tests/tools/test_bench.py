@@ -1,4 +1,4 @@
-"""hybridopt bench: steps beside their ceilings. No figure is compared with a limit."""
+"""hybridopt bench: steps compared with their ceilings. No figure is compared with a limit."""
 
 import json
 
@@ -8,7 +8,8 @@ from command import DONE, USAGE, on_a_terminal, refuse, succeed, tool
 SMALL = ["bench", "--memory", "16MiB", "--seconds", "0"]
 LAYOUTS = ["fp32", "split", "small"]
 STATE = {"fp32": 12, "split": 10, "small": 6}  # bytes of a param, which a step reads and writes
-# Beside its state a step on the host reads the gradient and writes the param; with split masters it reads the param.
+# In addition to its state, a step on the host reads the gradient and writes the param; with split masters it also reads
+# the param.
 STEP = {"fp32": 28, "split": 26, "small": 18}
 
 
@@ -23,7 +24,7 @@ def test_every_executor_is_measured_with_every_layout(told):
     rows = [(row["executor"], row["gradients_checked"], row["layout"]) for row in told["rows"]]
     assert rows == [(*kind, layout) for kind in kinds for layout in LAYOUTS]
     for row in told["rows"]:
-        assert row["rounds"] == 3 and row["seconds"] > 0  # no time was given, so there are the least
+        assert row["rounds"] == 3 and row["seconds"] > 0  # without a time limit there are the fewest rounds
         assert row["params_per_s"] * row["seconds"] == pytest.approx(told["elements"])
 
 
@@ -35,7 +36,7 @@ def test_bytes_are_those_that_a_step_moves(told):
         if executor == "host":
             assert moved == [STEP[layout] + (2 if row["gradients_checked"] else 0), 0, 0]
         elif executor == "cpu":
-            down = 2 if layout == "fp32" else 4  # split masters need the param beside the gradient
+            down = 2 if layout == "fp32" else 4  # split masters also need the param
             assert moved == [STEP[layout] + down + 2, down, 2]
         elif executor == "streamed":
             assert moved == [2 * STATE[layout], STATE[layout], STATE[layout]]

@@ -8,18 +8,18 @@
 namespace hybridopt {
 namespace {
 
-// The elements of a part: its arrays stay in the second cache of a CPU, and a call for each part
-// takes little time beside its work.
+// The number of elements of a part. Its arrays fit into the second-level cache of a CPU, and a call
+// for each part costs little compared with its work.
 constexpr uint64_t kNotedTogether = 4096;
 
-// What a part was before, and which of its elements have changed.
+// The old values of a part, and which of its elements have changed.
 struct Part {
   alignas(64) std::byte before[kNotedTogether * sizeof(float)];
   uint64_t bits[kNotedTogether / 64 + 1];  // FindChanges writes up to 8 bytes behind its words
 };
 
-// Sets the bits of `bits`, the first of which is that of `noted`. The first and the last word may
-// have bits of other threads, the words between them have none.
+// Sets the bits of `bits` in the words of `noted`; the first bit is that of `noted`. The first and
+// the last word may hold bits that other threads set; the words between them do not.
 void SetBits(const uint64_t* bits, uint64_t count, const NotedBits& noted) {
   const uint64_t first_word = noted.first / 64, last_word = (noted.first + count - 1) / 64;
   const uint64_t shift = noted.first % 64;

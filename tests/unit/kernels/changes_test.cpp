@@ -1,5 +1,5 @@
-// Which elements an update says that it has changed, beside what it has changed: on every
-// instruction set, for every source of old params, wherever the bits begin.
+// Compares the elements that an update notes as changed with those that it has changed: on every
+// instruction set, for every source of old params, and for bits that begin anywhere.
 #include "kernels/changes/changes.h"
 
 #include <gtest/gtest.h>
@@ -22,7 +22,8 @@ std::vector<const KernelTable*> AllTables() {
   return tables;
 }
 
-// Around a unit of every instruction set, a word of bits, and the elements that are taken together.
+// Counts around a unit of every instruction set, around a word of bits, and around the elements
+// that are handled together.
 constexpr uint64_t kCounts[] = {1, 7, 15, 16, 33, 63, 64, 65, 127, 1000, 4095, 4096, 4097, 8200};
 constexpr uint64_t kFirstBits[] = {0, 1, 31, 63, 64, 100};
 constexpr uint64_t kWords = 140;
@@ -94,7 +95,7 @@ void CheckOne(const KernelTable& table, const Case& one, uint64_t count, uint64_
   noted.span.master = noted.master.data();
   const std::vector<std::byte> before = noted.param, old_master = noted.master;
   std::vector<uint64_t> words(kWords, 0);
-  words[first_bit / 64] = uint64_t{1} << (first_bit % 64);  // a bit that is set stays
+  words[first_bit / 64] = uint64_t{1} << (first_bit % 64);  // a bit that is set already stays
   UpdateAndNote(table, Rule::kSgdPlain, noted.types, noted.coefficients, noted.span,
                 {words.data(), first_bit});
   table.Update(Rule::kSgdPlain, plain.types)(plain.coefficients, plain.span);
@@ -130,7 +131,7 @@ TEST(ChangesTest, EachChangedElementHasABitAndNoOtherHas) {
         for (uint64_t first_bit : kFirstBits) CheckOne(*table, one, count, first_bit, ++seed);
 }
 
-// What changes at all is neither everything nor nothing.
+// Checks that the updates change some elements, but not all.
 TEST(ChangesTest, TheUpdatesOfThisTestChangeSomeElements) {
   Random random(1);
   Update update(OFFLOAD_BF16, Format::kFp32, 1000, random);
@@ -143,8 +144,8 @@ TEST(ChangesTest, TheUpdatesOfThisTestChangeSomeElements) {
   EXPECT_LT(changed, 900u);
 }
 
-// Other code may have rounded the master the other way: then a step changes the param even if the
-// master stays.
+// Other code may have rounded the master in the other direction. Then a step changes the param even
+// if the master stays.
 TEST(ChangesTest, AMasterThatIsATieCountsAsChanged) {
   for (const KernelTable* table : AllTables()) {
     std::vector<float> grad(100, 0.0f), master(100, 1.0f);

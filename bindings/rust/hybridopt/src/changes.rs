@@ -1,4 +1,4 @@
-//! Which elements of params steps have changed, for programs that follow.
+//! The elements of params that steps have changed, for programs that follow an optimizer.
 
 use std::ptr;
 use std::slice;
@@ -10,28 +10,29 @@ use crate::error::{check, Error, Result};
 use crate::optimizer::Optimizer;
 use crate::param::ParamId;
 
-/// What a take gives of one param.
+/// The part of a take that concerns one param.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
     /// The param.
     pub param: ParamId,
-    /// Of the values.
+    /// The dtype of the values.
     pub dtype: Dtype,
     /// The elements that may differ, counted in the param, in order. `None`: all may; send the
     /// whole param.
     pub elements: Option<Vec<u64>>,
     /// The bytes of the new values of these elements. Empty if the param is to be sent whole.
     pub values: Vec<u8>,
-    /// Of the whole param ([`content_hash`]), which the follower must have afterwards.
+    /// The hash of the whole param ([`content_hash`]). The follower's param must have it
+    /// afterwards.
     pub hash: u64,
     /// The hash as of the take that was acknowledged last; `None` if there was none.
     pub base_hash: Option<u64>,
 }
 
-/// What [`Optimizer::changes`] has taken.
+/// The result of [`Optimizer::changes`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Changes {
-    /// One for each param, in the order of ids.
+    /// One entry for each param, in the order of ids.
     pub params: Vec<Change>,
     take: u64,
 }
@@ -74,7 +75,7 @@ impl Optimizer<'_> {
         check(unsafe { sys::offload_optimizer_acknowledge_changes(self.handle.0, changes.take) })
     }
 
-    /// Has the next take give all params whole: for a new follower, or after a write that the
+    /// Makes the next take contain all params whole: for a new follower, or after a write that the
     /// library could not see.
     pub fn mark_changed(&mut self) -> Result<()> {
         // SAFETY: the handle is alive; NULL stands for all params.

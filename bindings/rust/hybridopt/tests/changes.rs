@@ -1,4 +1,4 @@
-//! A follower that gets only what takes of changes give has every bit of the params.
+//! A follower that is updated only from takes of changes has every bit of the params.
 
 mod common;
 

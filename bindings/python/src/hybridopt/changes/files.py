@@ -20,12 +20,12 @@ _DTYPES = {
     "I64": torch.int64,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_HEADER_BYTES_MAX = 100_000_000  # as safetensors has it
+_HEADER_BYTES_MAX = 100_000_000  # the limit of safetensors
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What the metadata say of one param."""
+    """The metadata of one param."""
 
     shape: tuple[int, ...]
     hash: int

@@ -16,13 +16,13 @@ from . import files
 
 @dataclasses.dataclass(frozen=True)
 class WeightChange:
-    """What has changed of one param, or of the shard of it that this rank holds. Elements count row by row."""
+    """The changes of one param, or of the shard of it that this rank holds. Elements are counted row by row."""
 
     shape: tuple[int, ...]  # of the tensor that this rank holds
     indices: Tensor | None  # int64, ascending; None: `values` has all elements
     values: Tensor  # the new values; if there are no indices, in the shape of the param
-    hash: int  # of the whole tensor, with the change
-    base_hash: int | None  # the same without it; None: not known, since all elements are here
+    hash: int  # of the whole tensor after the change
+    base_hash: int | None  # of the whole tensor before the change; None: not known, because `values` has all elements
 
     @property
     def dense(self) -> bool:
@@ -66,8 +66,8 @@ class WeightPatch:
         return f"<WeightPatch of {len(self)} params: {changed} values, {whole} params whole>"
 
     def acknowledge(self) -> None:
-        """Says that all followers have the patch: the next one begins from here. Until then the next one has all of
-        this one again, so a patch that was lost on its way costs nothing."""
+        """Says that all followers have applied the patch, so that the next one begins from here. Until then the next
+        patch contains all changes of this one again, so a patch that is lost on its way does no harm."""
         if self._acknowledge is None:
             raise abi.InvalidStateError(
                 "this patch comes from a file, and only the optimizer's own can be acknowledged; call acknowledge() of "
@@ -100,7 +100,7 @@ class WeightPatch:
 
 
 def _check(path: str | os.PathLike[str], name: str, change: WeightChange) -> None:
-    """Refuses what no patch has: a file may have been made by other code."""
+    """Refuses what cannot be in a patch, because other code may have made the file."""
     count = 1
     for size in change.shape:
         count *= size
@@ -118,6 +118,6 @@ def _check(path: str | os.PathLike[str], name: str, change: WeightChange) -> Non
 
 
 def hash_of(tensor: Tensor) -> int:
-    """The hash of a tensor's elements, row by row, as the library makes it of params."""
+    """The hash of a tensor's elements, row by row, as the library computes it for params."""
     on_host = local(tensor).detach().contiguous().cpu()
     return abi.content_hash(on_host.data_ptr(), on_host.numel() * on_host.element_size())

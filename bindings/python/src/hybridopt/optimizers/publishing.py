@@ -18,7 +18,7 @@ from ..settings.options import OffloadOptions
 
 
 class Publishing(torch.optim.Optimizer):
-    """The weights of an optimizer's params, as other programs get them."""
+    """The calls by which an optimizer gives its changed weights to other programs."""
 
     _options: OffloadOptions
 
@@ -55,8 +55,8 @@ class Publishing(torch.optim.Optimizer):
 
     @in_no_mode
     def mark_weights_changed(self) -> None:
-        """Has the next patch bring all params whole: for a new follower, or after other code has written params in a
-        way that leaves no trace (through `.data` of fp32 params, or of bf16 params with split masters)."""
+        """Makes the next patch contain all params whole: for a new follower, or after other code has written params
+        in a way that leaves no trace (through `.data` of fp32 params, or of bf16 params with split masters)."""
         self._refuse_untracked()
         self._ready_engine().handle.mark_changed()
 
