@@ -308,6 +308,35 @@ def test_gradients_are_gone_after_backward_and_dropped_by_zero_grad():
     assert len(optimizer.state) == 0
 
 
+@pytest.mark.usefixtures("some_stay")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("taken_by", ["hooks", "hooks of sums", "offload"])
+def test_zeros_of_zero_grad_are_there_as_in_torch(taken_by, dtype):
+    """A step over zeros moves params by their momentum. A pass in which a param has no part leaves its zeros, and they are
+    stepped, whether its gradient was used by a step or dropped."""
+    module, optimizer, other, plain = pair(dtype, movable=ALL)
+    if taken_by != "offload":
+        optimizer.hook_gradients(accumulate=taken_by == "hooks of sums")
+    for seed in range(6):
+        for model, each in ((module, optimizer), (other, plain)):
+            for param in model[2].parameters():
+                param.requires_grad_(seed not in (2, 4))
+            backward(model, seed)
+            if each is optimizer and taken_by == "offload":
+                optimizer.offload(grads=True)
+            if seed != 3:
+                each.step()
+            each.zero_grad(set_to_none=False)
+            assert all(param.grad is not None and not param.grad.any() for param in model.parameters())
+        assert models.bits(module.parameters()) == models.bits(other.parameters())
+    for each in (optimizer, plain):
+        each.step()
+        each.zero_grad()
+        each.zero_grad(set_to_none=False)
+    assert all(param.grad is None for param in module.parameters())
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
 def test_gradients_that_stay_go_where_they_are_sent(monkeypatch):
     """reload() brings back the gradients that stayed and those that left; offload() moves all of them."""
     keep_every_second(monkeypatch)
@@ -352,7 +381,7 @@ def test_gradients_that_stay_live_until_the_step_and_are_dropped_by_zero_grad(mo
     module[0].bias.grad = torch.zeros_like(module[0].bias)
     with pytest.raises(
         abi.InvalidStateError,
-        match=r"hooks have taken a gradient of parameter 'param_groups.0.1' .* another one now; step\(\)",
+        match=r"the gradient of parameter 'param_groups.0.1' has been taken off it .* now; drop both with zero_grad\(\)",
     ):
         optimizer.step()
 
@@ -414,7 +443,7 @@ def test_a_kept_gradient_is_refused_beside_another_one(monkeypatch):
         backward(module, 1)
     module.zero_grad()
     backward(module, 1)
-    with pytest.raises(abi.InvalidStateError, match="hooks have taken a gradient of parameter .* another one now"):
+    with pytest.raises(abi.InvalidStateError, match="the gradient of parameter .* has been taken off it .* another one now"):
         optimizer.offload(grads=True)
     assert optimizer.stats().grads_bytes.host == sum(4 * p.numel() for p in list(module.parameters())[0::2])
 
@@ -770,8 +799,18 @@ def test_a_second_gradient_beside_one_on_the_host_is_refused():
     backward(module, 0)
     optimizer.offload(grads=True)
     backward(module, 1)
-    with pytest.raises(abi.InvalidStateError, match="has a gradient that was taken off it and another one"):
-        optimizer.reload(grads=True)
+    taken = (
+        r"^the gradient of parameter 'param_groups.0.0' has been taken off it by hook_gradients\(\) or offload\(grads=True\), and there "
+        r"is another one now; drop both with zero_grad\(\), or drop the one that is with the parameter by setting its grad "
+        "to None$"
+    )
+    for call in (optimizer.step, lambda: optimizer.reload(grads=True), lambda: optimizer.offload(grads=True)):
+        with pytest.raises(abi.InvalidStateError, match=taken):
+            call()
+    for param in module.parameters():
+        param.grad = None
+    optimizer.step()
+    assert optimizer.stats().steps_applied == 1
 
 
 def test_what_has_no_room_is_refused_with_the_option_to_set():

@@ -16,7 +16,7 @@ from hybridopt import abi
 from hybridopt.engine import moves
 from hybridopt.engine.engine import Engine
 from hybridopt.params import released_storages
-from models import bits, perceptron, run, set_gradients, state_bits
+from models import bits, cut_off, drawn_seeds, perceptron, run, set_gradients, state_bits
 
 OFFLOADED = (
     r"parameter '{}' is used by '{}' while its content is on the host, where optimizer.offload\(params=True\) has put it; "
@@ -422,3 +422,201 @@ def test_beside_weights_that_are_on_the_host_it_is_refused_too():
 def test_under_fsdp2_it_is_refused_too():
     norms = ranks.run(on_shards, 2)
     assert norms[0] == norms[1] > 0.0
+
+
+# ------------------------------------------------------------------------------------------ cut off --
+
+
+def with_gradients():
+    model, optimizer = made(movable=ALL, max_grad_norm=0.5)
+    run(optimizer, list(model.parameters()), [1])
+    set_gradients(model.parameters(), 2)
+    return model, optimizer
+
+
+def everything(model, optimizer):
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    return bits(model.parameters()), state_bits(optimizer)
+
+
+def clip_without_effect(model):
+    """Without effect on the numbers, where it is not refused."""
+    try:
+        assert nn.utils.clip_grad_norm_(model.parameters(), 1e9) > 1
+    except abi.InvalidStateError as error:
+        assert "leave the call out" in str(error)
+
+
+# What a call that was cut off followed, and the call.
+MOVES = {
+    "offload grads": (lambda optimizer: None, lambda optimizer: optimizer.offload(grads=True)),
+    "reload grads": (lambda optimizer: optimizer.offload(grads=True), lambda optimizer: optimizer.reload(grads=True)),
+    "offload all": (lambda optimizer: None, lambda optimizer: optimizer.offload(True, True, True)),
+    "reload all": (lambda optimizer: optimizer.offload(True, True, True), lambda optimizer: optimizer.reload(True, True, True)),
+    "zero_grad": (lambda optimizer: optimizer.offload(grads=True), lambda optimizer: optimizer.zero_grad()),
+}
+
+
+def begin_again(model, optimizer):
+    optimizer.reload(True, True, True)
+    optimizer.zero_grad()
+    set_gradients(model.parameters(), 2)
+
+
+def reload_gradients(model, optimizer):
+    optimizer.reload(grads=True)
+    other, _ = with_gradients()
+    assert bits(param.grad for param in model.parameters()) == bits(param.grad for param in other.parameters())
+
+
+# What a program does after it has caught the exception, before the step.
+WAYS_ON = {
+    "nothing": lambda model, optimizer: None,
+    "clip": lambda model, optimizer: clip_without_effect(model),
+    "offload again": lambda model, optimizer: optimizer.offload(grads=True),
+    "reload": reload_gradients,
+    "begin again": begin_again,
+    "reload all": lambda model, optimizer: optimizer.reload(True, True, True),
+    "a phase": lambda model, optimizer: (optimizer.offload(True, True, True), optimizer.reload(True, True, True)),
+}
+
+
+@pytest.mark.parametrize(
+    ("move", "way_on"),
+    [(move, way_on) for move in ("offload grads", "reload grads") for way_on in WAYS_ON]
+    + [(move, way_on) for move in ("offload all", "reload all") for way_on in ("begin again", "reload all", "a phase")]
+    + [("zero_grad", "begin again")],
+)
+def test_a_move_that_is_cut_off_anywhere_is_undone_or_finished(move, way_on):
+    """All gradients are on their params then, or all are off them, and the run goes on to the same bits."""
+    before, call = MOVES[move]
+    other, plain = with_gradients()
+    plain.step()
+    expected = everything(other, plain)
+    first = drawn_seeds(1)[0] % 11
+    for line in range(1 + first, 1 << 20, 11):
+        model, optimizer = with_gradients()
+        before(optimizer)
+        if not cut_off(lambda: call(optimizer), line):
+            assert line > 90
+            return
+        WAYS_ON[way_on](model, optimizer)
+        optimizer.step()
+        assert everything(model, optimizer) == expected, line
+
+
+MODES = ("all leave", "some stay", "micro-batches", "accumulate")
+
+
+def with_hooks(mode, monkeypatch, hooks=True):
+    model, optimizer = made(max_grad_norm=0.5)
+    if mode == "some stay":
+        monkeypatch.setattr(abi.Optimizer, "grads_to_keep", lambda _, count: bytes(each % 2 for each in range(count)))
+    if hooks:
+        optimizer.hook_gradients(accumulate=mode == "accumulate", micro_batches=2 if mode == "micro-batches" else 1)
+    iteration(model, optimizer, mode)
+    return model, optimizer
+
+
+def one_backward(model):
+    model(torch.linspace(-1, 1, 80).reshape(8, 10)).square().sum().backward()
+
+
+def iteration(model, optimizer, mode):
+    optimizer.zero_grad()
+    for _ in range(2 if mode in ("micro-batches", "accumulate") else 1):
+        one_backward(model)
+    optimizer.step()
+
+
+AFTER_BACKWARD = {
+    "zero_grad": lambda model, optimizer: None,
+    "step": lambda model, optimizer: optimizer.step(),
+    "backward": lambda model, optimizer: one_backward(model),
+    "clip": lambda model, optimizer: clip_without_effect(model),
+    "close": lambda model, optimizer: optimizer.close(),
+}
+
+
+@pytest.mark.parametrize("after", AFTER_BACKWARD)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backward_pass_that_is_cut_off_anywhere_can_be_begun_again(mode, after, monkeypatch):
+    """Whatever the program tries first, it is told of zero_grad(), after which the run goes on to the same bits."""
+    other, plain = with_hooks(mode, monkeypatch, hooks=mode == "accumulate")
+    iteration(other, plain, mode)
+    expected = everything(other, plain)
+    for line in range(1 + drawn_seeds(1)[0] % 41, 1 << 20, 41):
+        model, optimizer = with_hooks(mode, monkeypatch)
+        optimizer.zero_grad()
+        if mode in ("micro-batches", "accumulate"):
+            one_backward(model)
+        if not cut_off(lambda: one_backward(model), line):
+            assert line > 200
+            return
+        try:
+            AFTER_BACKWARD[after](model, optimizer)
+            if after in ("step", "backward", "close"):
+                continue
+        except abi.InvalidStateError as error:
+            assert "zero_grad()" in str(error), line
+        iteration(model, optimizer, mode)
+        assert everything(model, optimizer) == expected, line
+
+
+# ------------------------------------------------------------------------------ traps of two kinds --
+
+
+@pytest.mark.parametrize("taken_by", ["hooks", "offload"])
+def test_offloaded_params_whose_gradients_are_taken_are_told_of_both(taken_by):
+    """A forward pass names reload, and clipping is refused before, in and after the phase."""
+    model, optimizer = made(movable=ALL, max_grad_norm=0.5)
+    if taken_by == "hooks":
+        optimizer.hook_gradients()
+    model(torch.ones(2, 10)).sum().backward()
+    if taken_by == "offload":
+        optimizer.offload(grads=True)
+    refused = r"torch.nn.utils.clip_grad_norm_\(\) and its like find no gradients"
+    for _ in range(2):
+        with pytest.raises(abi.InvalidStateError, match=refused):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.offload(params=True)
+        with pytest.raises(abi.InvalidStateError, match=OFFLOADED.format("0.weight", "linear")):
+            model(torch.ones(2, 10))
+        with pytest.raises(abi.InvalidStateError, match=refused):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.reload(params=True)
+        model(torch.ones(2, 10))
+        copy.deepcopy(model)
+    with pytest.raises(abi.InvalidStateError, match=refused):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+
+
+def test_gradients_that_stay_on_the_device_are_not_found_either(monkeypatch):
+    """A reload of params, which takes other traps back, is no reload of gradients."""
+    monkeypatch.setattr(abi.Optimizer, "grads_to_keep", lambda _, count: bytes([1] * count))
+    model, optimizer = made(movable=ALL, max_grad_norm=0.5)
+    optimizer.hook_gradients()
+    model(torch.ones(2, 10)).sum().backward()
+    with optimizer.offloaded(grads=False):
+        pass
+    with pytest.raises(abi.InvalidStateError, match="find no gradients"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def test_sums_that_cannot_come_back_leave_all_as_it_was(monkeypatch):
+    """Sums of bf16 gradients are in fp32, and have no place in a gradient of bf16."""
+    torch.manual_seed(0)
+    model = perceptron(torch.bfloat16)
+    optimizer = hybridopt.AdamW(model.named_parameters(), movable=ALL, max_grad_norm=0.5)
+    optimizer.hook_gradients(accumulate=True)
+    for _ in range(2):
+        model(torch.ones(2, 10, dtype=torch.bfloat16)).sum().backward()
+    for _ in range(2):
+        with pytest.raises(abi.HybridoptError, match="accumulated in fp32, which its own dtype cannot hold; let the step read it"):
+            optimizer.reload(grads=True)
+        assert all(param.grad is None for param in model.parameters())
+    optimizer.step()
+    assert optimizer.stats().steps_applied == 1

@@ -21,12 +21,12 @@ from ..params.members import Member
 from ..params.moments import COUNTED
 from ..params.registered import Registered, Slot, Wanted
 from ..params.released_storages import ReleasedStorage
-from ..params.tensors import LOW_DTYPES, gradient_of, local
+from ..params.tensors import LOW_DTYPES, gradient_of, local, version_of
 from ..state.shown import Shown
 from ..state.state_memory import StateMemory
 from ..steps.history import History
 from ..steps.queued import Steps
-from ..steps.under_way import Keeper, UnderWay, version_of
+from ..steps.under_way import Keeper, UnderWay
 from ..sync.in_sync import in_sync_of
 from ..sync.masters import Masters
 

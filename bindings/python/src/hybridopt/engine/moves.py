@@ -3,6 +3,7 @@ content; this module frees torch's memory and allocates it again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from .. import abi
 from ..base.checks import check_switch
+from ..params.bound import Leaving
 from ..params.registered import Slot
 from ..params.released_storages import storages_of
-from ..params.tensors import gradient_of, like_param, set_gradient
+from ..params.tensors import gradient_of, like_param, local, set_gradient, version_of
 from ..settings.options import MOVABLE
 from ..traps.offloaded import note_offloaded, note_reloaded
 from .engine import Engine
@@ -44,30 +46,32 @@ def check_nothing_offloaded(engine: Engine, why: str) -> None:
         )
 
 
-def offload(
-    engine: Engine, state: dict[Tensor, Any], params: bool, grads: bool, states: bool
-) -> None:
+def offload(engine: Engine, state: dict[Tensor, Any], params: bool, states: bool) -> None:
     """Moves content to the host, except for what is there already, and frees the device memory."""
-    check_movable(engine, {"params": params, "grads": grads, "states": states})
-    engine.settle()
     streams = [engine.stream()]
     params_leave = params and engine.released_storages is None
-    if grads:
-        send_all_gradients(engine)
     if params_leave:
         engine.note_params_leave()
     if states:
-        engine.shown.hide(state)
-        engine.handle.offload_states(streams=streams)
-        engine.states_are_offloaded = True
+        offload_states(engine, state, streams)
     if params_leave:
         queue_params(engine, streams)
     engine.wait()
-    if grads:
-        for slot in engine.bound.hosted:
-            set_gradient(slot.param, None)
     if params_leave:
         release_params(engine)
+
+
+def offload_states(engine: Engine, state: dict[Tensor, Any], streams: list[int]) -> None:
+    """Queues the copies of states. From here on reload() brings them back, wherever an exception ends the offload."""
+    were_offloaded, engine.states_are_offloaded = engine.states_are_offloaded, True
+    engine.shown.hide(state)
+    try:
+        engine.handle.offload_states(streams=streams)
+    except abi.HybridoptError:  # the library has refused the call
+        if not were_offloaded:
+            engine.shown.show_hidden()
+            engine.states_are_offloaded = False
+        raise
 
 
 def queue_params(engine: Engine, streams: list[int]) -> None:
@@ -96,20 +100,21 @@ def reload(engine: Engine, params: bool, grads: bool, states: bool) -> None:
     streams = [engine.stream()]
     if states and engine.states_are_offloaded:
         engine.handle.reload_states(streams=streams)
-        engine.states_are_offloaded = False
         engine.shown.show_hidden()
+        engine.states_are_offloaded = False
     if params and engine.released_storages is not None:
         for storage in engine.released_storages:
             storage.restore()
         engine.bound.rebind_params()
         engine.handle.reload_params(streams=streams)
         engine.wait()
-        engine.released_storages = None
-        note_reloaded(slot.param for slot in engine.slots)
         engine.masters.note_reload()
         engine.see_versions()
+        engine.released_storages = None
+    if params:
+        note_reloaded(slot.param for slot in engine.slots)  # an exception may have ended a reload before this
     if grads:
-        reload_gradients(engine, streams)
+        reload_gradients(engine)
     engine.wait()
 
 
@@ -133,54 +138,132 @@ def send_gradients(
     return ticket
 
 
-def send_all_gradients(engine: Engine) -> None:
-    """Copies all gradients to the host and waits for that."""
-    found = {slot: gradient_of(slot.param) for slot in engine.slots}
-    usable = {slot: slot.usable_gradient(grad) for slot, grad in found.items() if grad is not None}
-    kept = engine.bound.kept
+Note = Callable[[list[Tensor]], None]
+
+
+def offload_gradients(engine: Engine, note: Note) -> None:
+    """Takes all gradients off their params, and copies them to the host. Waits for that. Calls note() with the params
+    before the first of them loses its gradient."""
+    bound = engine.bound
+    found = {slot: grad for slot in engine.slots if (grad := gradient_of(slot.param)) is not None}
+    usable = {slot: slot.usable_gradient(grad) for slot, grad in found.items()}
     for slot in usable:
-        if slot in kept:
-            engine.bound.refuse_two_gradients(slot)
+        if bound.has_taken(slot):
+            bound.refuse_two_gradients(slot)
+    kept = dict(bound.kept)
+    bound.leaving = Leaving.of(found, {**usable, **kept}, {})
     if usable:
         send_gradients(engine, usable, 0, [engine.stream()])
     if kept:
         send_gradients(engine, kept, 0, [engine.stream()], hooked=True)
     engine.wait()
-    kept.clear()
+    bound.leaving.have_left = True
+    take_off(engine, note)
+
+
+def take_off(engine: Engine, note: Note) -> None:
+    """Ends a move of gradients off their params: sets `grad` to None."""
+    bound, leaving = engine.bound, engine.bound.leaving
+    assert leaving is not None
+    note([slot.param for slot in (*leaving.sent, *leaving.kept)])
+    for slot in leaving.sent:
+        bound.kept.pop(slot, None)
+    bound.note_kept(leaving.kept)
+    written: list[Slot] = []  # by the program, since an exception ended this: clipped, say, or added to
+    for slot, (grad, version) in leaving.gradients.items():
+        if gradient_of(slot.param) is not grad:
+            continue
+        if version_of(local(grad)) == version:
+            set_gradient(slot.param, None)
+        elif not leaving.are_added:
+            written.append(slot)
+    if written:  # these stay, and what has left is older
+        for slot in written:
+            bound.kept.pop(slot, None)
+        _drop(engine, written)
+    bound.leaving = None
+
+
+def finish_gradients(engine: Engine, note: Note) -> None:
+    """Undoes or finishes a move of gradients that an exception has cut off. All is on the params then, or all off
+    them."""
+    bound = engine.bound
+    if bound.arriving is not None:
+        arrive(engine, bound.arriving)
+    if bound.leaving is None:
+        return
+    if bound.leaving.have_left:
+        take_off(engine, note)
+    elif bound.leaving.are_added:
+        raise abi.InvalidStateError(
+            "a backward pass has been cut off while its gradients were added up on the host, and how many of them were is "
+            "not known; call zero_grad(), and make all backward passes of this step again"
+        )
+    else:
+        _drop(engine, bound.leaving.sent)
+        bound.leaving = None
+
+
+def _drop(engine: Engine, slots: Iterable[Slot]) -> None:
+    """Has the library forget gradients, and waits until it reads none of them."""
+    slots = list(slots)
+    engine.handle.offload_grads(params=[slot.id for slot in slots], flags=abi.OFFLOAD_MOVE_DROP)
+    engine.bound.note_dropped(slots)
+    engine.wait()
 
 
 def drop_gradients(engine: Engine) -> None:
     """Drops the gradients that are on the host, and those that hooks have kept on the device."""
-    engine.bound.drop_kept()
-    hosted = engine.bound.hosted
+    bound = engine.bound
+    bound.drop_kept()
+    if bound.leaving is not None or bound.arriving is not None:
+        _drop(engine, {**(bound.leaving.sent if bound.leaving else {}), **(bound.arriving or {})})
+        bound.leaving = bound.arriving = None
+    hosted = bound.hosted
     if hosted:
         params = [slot.id for slot in hosted]
         engine.handle.offload_grads(params=params, flags=abi.OFFLOAD_MOVE_DROP)
         hosted.clear()
 
 
-def reload_gradients(engine: Engine, streams: list[int]) -> None:
+def zero_gradients(engine: Engine) -> None:
+    """Gives params whose gradients have been taken, and dropped or used, gradients of zeros."""
+    for slot in engine.bound.had_gradients:
+        if gradient_of(slot.param) is None:
+            set_gradient(slot.param, like_param(_new_gradient(engine, slot).zero_(), slot.param))
+
+
+def _new_gradient(engine: Engine, slot: Slot) -> Tensor:
+    return torch.empty_strided(slot.shape, slot.stride, dtype=slot.grad_dtype, device=engine.device)
+
+
+def reload_gradients(engine: Engine) -> None:
     """Sets `grad` of params again: to copies of the gradients that are on the host, and to the gradients that
     hooks have kept on the device."""
     hosted, kept = engine.bound.hosted, engine.bound.kept
     for slot in (*hosted, *kept):
         if gradient_of(slot.param) is not None:
-            raise abi.InvalidStateError(
-                f"parameter {slot.name!r} has a gradient that was taken off it and another one here; "
-                "step() or zero_grad() before the next backward pass"
-            )
-    for slot, grad in kept.items():
-        set_gradient(slot.param, like_param(grad, slot.param))
-    kept.clear()
-    gradients = {
-        slot: torch.empty_strided(
-            slot.shape, slot.stride, dtype=slot.grad_dtype, device=engine.device
-        )
-        for slot in hosted
-    }
+            engine.bound.refuse_two_gradients(slot)
+    if hosted or kept:
+        arrive(engine, {slot: _new_gradient(engine, slot) for slot in hosted})
+
+
+def arrive(engine: Engine, gradients: dict[Slot, Tensor]) -> None:
+    """Copies gradients from the host, and sets `grad` of their params and of those whose gradients were kept. After an
+    exception it can be called again with the same tensors."""
+    bound = engine.bound
+    bound.arriving = gradients
     if gradients:
-        engine.bound.bind_gradients(gradients)
-        for slot, grad in gradients.items():
+        try:
+            bound.bind_gradients(gradients)
+            engine.handle.reload_grads(params=[slot.id for slot in gradients], streams=[engine.stream()])
+        except abi.HybridoptError:  # the library has refused the call
+            bound.arriving = None
+            raise
+        engine.wait()
+    for slot, grad in (*gradients.items(), *bound.kept.items()):
+        if gradient_of(slot.param) is None:
             set_gradient(slot.param, like_param(grad, slot.param))
-        engine.handle.reload_grads(params=[slot.id for slot in hosted], streams=streams)
-        hosted.clear()
+    bound.hosted.clear()
+    bound.kept.clear()
+    bound.arriving = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -26,9 +27,10 @@ from ..base.checks import check_switch
 from ..base.modes import in_no_mode
 from ..base.owned_hooks import ParamHooks
 from ..engine.engine import Engine
-from ..engine.moves import send_gradients
+from ..engine.moves import send_gradients, take_off
+from ..params.bound import Leaving
 from ..params.registered import Slot
-from .clipping import note_taken
+from ..traps.clipping import note_taken
 
 # A batch is offloaded as soon as it has this number of gradients, or of bytes.
 SEND_AT_BYTES = 64 << 20
@@ -269,17 +271,16 @@ class GradientHooks:
         stays = [self._stays(each) for each in batch]
         kept = {each.slot: each.usable for each, stay in zip(batch, stays) if stay}
         leaving = {each.slot: each.usable for each, stay in zip(batch, stays) if not stay}
+        self._let_go(engine)
+        moved = Leaving.of({each.slot: each.grad for each in batch}, leaving, kept)
+        moved.are_added = self._accumulate
+        engine.bound.leaving = moved
         if leaving:
-            self._let_go(engine)
             flags = abi.OFFLOAD_MOVE_ACCUMULATE if self._accumulate else 0
             ticket = send_gradients(engine, leaving, flags, streams, hooked=True)
             self._in_flight.append((ticket, list(leaving.values())))
-        engine.bound.note_kept(kept)
-        for each in batch:
-            each.slot.param.grad = None
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            note_taken(optimizer, [each.slot.param for each in batch])
+        moved.have_left = True
+        take_off(engine, functools.partial(note_taken, optimizer))
 
     def _stays(self, final: Final) -> bool:
         """Whether a gradient stays on the device. FSDP2 puts the gradients of one module into one storage, and a

@@ -4,6 +4,7 @@ the library holds the state, and a step is one call of the library."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from ..base.owned_hooks import Removal
 from ..engine import making, moves
 from ..engine.engine import Engine
 from ..engine.engines import Engines
-from ..hiding.clipping import NOTHING_TO_CLIP, note_taken, note_used, taken_by
+from ..traps.clipping import NOTHING_TO_CLIP, note_taken, note_used, taken_by
 from ..hiding.gradient_hooks import GradientHooks, refuse_held_accumulators
 from ..hiding.overlap import Overlap
 from ..params.hyperparameters import check_arguments, hyperparameters_of
@@ -196,7 +197,8 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
             self._wait_for(self._engine.slots)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. It also drops gradients that are on the host."""
+        """As torch's. It also drops gradients that are on the host. With set_to_none=False all params that have had a
+        gradient get zeros on their device, those too whose gradients hook_gradients() takes."""
         if not set_to_none:
             self._finish()  # a step may still read the gradients
         with without_traps() if set_to_none else contextlib.nullcontext():
@@ -207,6 +209,12 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
                 if getattr(param, "decoupled_grad", None) is not None:
                     set_gradient(param, None if set_to_none else param.decoupled_grad.zero_())
         self._drop_hosted()
+        if self._engine is None:
+            return
+        if set_to_none:
+            self._engine.bound.had_gradients.clear()
+        else:
+            moves.zero_gradients(self._engine)
 
     def _drop_hosted(self) -> None:
         """Drops the gradients that are on the host."""
@@ -236,10 +244,22 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         """The engine, committed and up to date with param groups and state. Unless `always` is set, it is None
         while there is no gradient."""
         self._finish()
+        self._finish_gradients()
         engine = self._engines.ready(self, always)
         if engine is not None and not engine.shown.is_as_left(self._state):
             adopting.adopt(engine, self._state)
         return engine
+
+    def _finish_gradients(self) -> None:
+        """Undoes or finishes a move of gradients that an exception has cut off."""
+        engine = self._engine
+        if engine is not None and engine.bound.is_moving:
+            moves.finish_gradients(engine, functools.partial(note_taken, self))
+            self._note_returned(engine)
+
+    def _note_returned(self, engine: Engine) -> None:
+        if not engine.bound.params_of_taken():
+            note_used(self)
 
     def _wanted(self) -> Wanted:
         """What an engine must fit now. Raises if the groups are invalid."""
@@ -348,6 +368,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
                 "gradients are hooked already; call remove() on what hook_gradients() returned"
             )
         refuse_fsdp1_in(self.param_groups, "hook_gradients()")
+        self._finish_gradients()
         if not self._says_whether_to_clip:
             warnings.warn(NOTHING_TO_CLIP, stacklevel=3)
         self._engines.end_aside(self)
@@ -408,8 +429,11 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         params becomes None; reload() sets it again, or the next step uses the gradients on the host."""
         self._engines.end_aside(self)
         engine = self._ready_engine()
-        moves.offload(engine, self._state, params, grads, states)
-        note_taken(self, [slot.param for slot in engine.bound.hosted])
+        moves.check_movable(engine, {"params": params, "grads": grads, "states": states})
+        engine.settle()
+        if grads:
+            moves.offload_gradients(engine, functools.partial(note_taken, self))
+        moves.offload(engine, self._state, params, states)
         self._sample("offload")
 
     @in_no_mode
@@ -417,10 +441,10 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         """Moves content back to torch's memory and waits for that."""
         refuse_capture()
         self._finish()
+        self._finish_gradients()
         engine = self._ready_engine() if self._engine is None else self._engine
         moves.reload(engine, params, grads, states)
-        if not engine.bound.hosted:
-            note_used(self)
+        self._note_returned(engine)
         self._sample("reload")
 
     @in_no_mode
@@ -498,6 +522,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
     def close(self) -> None:
         """Frees the memory of the state, as the end of the object does. Tensors that were taken from `state`
         stay valid: the memory of all state, and the library's threads, last as long as one of these tensors."""
+        self._finish_gradients()
         self._engines.close(self)
         self._state = State(self)
         self._comm = self._leftover = None

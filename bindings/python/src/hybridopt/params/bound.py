@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from .. import abi
 from ..traps import away
 from .registered import Registered, Slot
 from .slot_batch import BATCH_SLOTS, SlotBatch, slot_batches_of
-from .tensors import local
+from .tensors import local, version_of
 
 # offload_binding_t in words of 8 bytes: struct_size and the param's id, then data, then grad.
 WORDS = ctypes.sizeof(abi.offload_binding_t) // 8
@@ -57,6 +58,21 @@ class Addresses:
                 self.moves += 1
 
 
+@dataclass
+class Leaving:
+    """Gradients that are being taken off their params."""
+
+    gradients: dict[Slot, tuple[Tensor, int]]  # and their versions
+    sent: dict[Slot, Tensor]  # those that go to the host, as the library reads them
+    kept: dict[Slot, Tensor]  # those that stay on the device
+    are_added: bool = False  # on the host, to those of earlier backward passes
+    have_left: bool = False  # the library has all that are sent
+
+    @classmethod
+    def of(cls, gradients: dict[Slot, Tensor], sent: dict[Slot, Tensor], kept: dict[Slot, Tensor]) -> Leaving:
+        return cls({slot: (grad, version_of(local(grad))) for slot, grad in gradients.items()}, sent, kept)
+
+
 class Bound:
     """Binds params, and their gradients for the next step."""
 
@@ -74,6 +90,12 @@ class Bound:
         self.hosted: dict[Slot, bool] = {}
         # Gradients that hooks have taken off their params, and that the next step reads where they are.
         self.kept: dict[Slot, Tensor] = {}
+        # Slots whose gradients have been taken since the last zero_grad(). In torch they would have one still.
+        self.had_gradients: dict[Slot, None] = {}
+        # What a move of gradients is at. An exception such as KeyboardInterrupt may end it at any place, and the next call
+        # of the optimizer undoes or finishes it (moves.finish_gradients()).
+        self.leaving: Leaving | None = None
+        self.arriving: dict[Slot, Tensor] | None = None
 
     # ------------------------------------------------------------------------------- binding --
 
@@ -135,15 +157,17 @@ class Bound:
         self.addresses.tell(ids, params, [grad.data_ptr() for grad in gradients.values()])
 
     def _put_kept(self, grads: list[int]) -> None:
-        for slot, grad in self.kept.items():
+        for slot in (*self.hosted, *self.kept):
             if grads[slot.id] != 0:
                 self.refuse_two_gradients(slot)
+        for slot, grad in self.kept.items():
             grads[slot.id] = grad.data_ptr()
 
     def refuse_two_gradients(self, slot: Slot) -> None:
         raise abi.InvalidStateError(
-            f"hooks have taken a gradient of parameter {slot.name!r} for this step, and there is "
-            "another one now; step() or zero_grad() before the next backward pass"
+            f"the gradient of parameter {slot.name!r} has been taken off it by hook_gradients() or offload(grads=True), and "
+            "there is another one now; drop both with zero_grad(), or drop the one that is with the parameter by setting "
+            "its grad to None"
         )
 
     def _finish_look(self) -> None:
@@ -176,12 +200,21 @@ class Bound:
         addresses."""
         for slot in slots:
             self.hosted[slot] = hooked
+            self.had_gradients[slot] = None
+            self.addresses.grads[slot.id] = 0
+        self._are_others_active = True
+
+    def note_dropped(self, slots: Iterable[Slot]) -> None:
+        """Notes that the library holds no gradient of these slots, and knows no address of one."""
+        for slot in slots:
+            self.hosted.pop(slot, None)
             self.addresses.grads[slot.id] = 0
         self._are_others_active = True
 
     def note_kept(self, gradients: dict[Slot, Tensor]) -> None:
         """Notes gradients that are no longer at their params; the next step reads them where they are."""
         self.kept.update(gradients)
+        self.had_gradients.update(dict.fromkeys(gradients))
         self._are_others_active = True
 
     def drop_kept(self) -> None:
@@ -190,6 +223,15 @@ class Bound:
             ids = [slot.id for slot in self.kept]
             self.addresses.tell(ids, [self.addresses.params[id] for id in ids], [0] * len(ids))
             self.kept.clear()
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether an exception has cut off a move of gradients."""
+        return self.leaving is not None or self.arriving is not None
+
+    def params_of_taken(self) -> list[Tensor]:
+        """The params whose gradients for the next step are not with them any more."""
+        return [slot.param for slot in (*self.hosted, *self.kept)]
 
     def has_taken(self, slot: Slot) -> bool:
         """Whether the slot's gradient for the next step has been taken off its param."""

@@ -36,6 +36,11 @@ def local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often torch has written a tensor in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def gradient_of(param: Tensor) -> Tensor | None:
     """The gradient that the next step uses: `decoupled_grad` if the param has this attribute (Megatron stores
     gradients of another dtype there), else `grad`."""

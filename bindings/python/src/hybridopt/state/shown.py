@@ -259,11 +259,12 @@ class Shown:
                 continue
             if exhibit.entry is not None:
                 self._hidden.append(slot)
-                if dict.get(state, slot.param) is exhibit.entry:
-                    dict.pop(state, slot.param)
+            entry = exhibit.entry
+            self.withdraw(slot)  # first, since an entry that is missing counts as one that the program has deleted
+            if entry is not None and dict.get(state, slot.param) is entry:
+                dict.pop(state, slot.param)
             exhibit.views, exhibit.copies = {}, {}
             self._with_copies.discard(slot)
-            self.withdraw(slot)
 
     def _is_on_device(self, slot: Slot) -> bool:
         """Whether some of a param's state is on the device."""

@@ -16,16 +16,11 @@ from torch import Tensor
 from .. import abi
 from ..base.modes import current_stream, in_no_mode
 from ..params.registered import Slot
-from ..params.tensors import local
+from ..params.tensors import local, version_of
 from ..traps.trap import Traps, take_back, without_traps
 from .queued import Steps
 
 _log = logging.getLogger("hybridopt")
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often torch has written a tensor in place."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class Keeper(Protocol):

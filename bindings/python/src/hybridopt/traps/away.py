@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import abi
-from .trap import Traps, take_back
+from .trap import Traps
 
 
 class Keeper(Protocol):
@@ -42,8 +42,7 @@ _traps = Traps(_refuse)
 def note_away(weight: Tensor, name: str) -> None:
     """Makes operations on the weight raise an error that names it. traps.take_back() ends that."""
     _names[weight] = name
-    take_back([weight])  # a trap of another kind would stay instead of this one
-    _traps.set([weight])
+    _traps.set_instead([weight])
 
 
 def has_been_away(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 # Functions and attributes that read no element of a tensor and return nothing by which other code could read one. They
 # spring no trap.
@@ -38,6 +39,7 @@ def _harmless() -> set[Any]:
 
 
 _readable_of: dict[type, type[Tensor]] = {}  # by the class of a tensor with a trap: its own class
+_beneath: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by tensor: traps that it gets when its present one is taken back
 
 
 class Traps:
@@ -48,20 +50,57 @@ class Traps:
         used: Callable[[list[Tensor], str], None],
         harmless: Container[Any] | None = None,
         viewed: Callable[[Tensor, Tensor], Iterable[Tensor]] | None = None,
+        lies_beneath: bool = False,
     ) -> None:
         """An operation of torch that is about to use tensors calls used(tensors, its name). That returns when the
         operation may go on, or raises. The name is "" for a use by this package. Functions in `harmless` (None:
         HARMLESS) spring no trap of this kind. If VIEWS are among them, viewed(tensor, view) is called for each view
-        that they make, and returns the tensors that get the trap too."""
+        that they make, and returns the tensors that get the trap too. A trap that `lies_beneath` is there again when a
+        trap of another kind has been taken back, and meanwhile it still refuses what is not harmless to it."""
         self.used = used
         self._harmless = HARMLESS if harmless is None else harmless
+        self._lies_beneath = lies_beneath
         self._viewed = viewed
         self._trap_of: dict[type, type[Tensor]] = {}  # by the class of a tensor: a subclass of it and of Trap
 
     def set(self, tensors: Iterable[Tensor]) -> None:
-        """Sets traps on tensors. A tensor that has a trap already keeps that trap."""
+        """Sets traps on tensors. A tensor that has a trap already keeps that trap, unless it lies beneath others."""
         for tensor in tensors:
-            tensor.__class__ = self._trap_of.get(type(tensor)) or self._made_trap_of(type(tensor))
+            tensor.__class__ = self._trap_of.get(type(tensor)) or self._trap_over(tensor)
+
+    def set_instead(self, tensors: Iterable[Tensor]) -> None:
+        """Sets traps in the place of others, except for those that lie beneath: these stay there."""
+        for tensor in tensors:
+            take_back([tensor])
+            self.set([tensor])
+
+    def end(self, tensors: Iterable[Tensor]) -> None:
+        """Takes back the traps of this kind, those too that lie beneath others."""
+        for tensor in tensors:
+            if getattr(type(tensor), "traps", None) is self:
+                tensor.__class__ = _readable_of[type(tensor)]
+            elif _beneath.get(tensor) is self:
+                del _beneath[tensor]
+
+    def refuse_beneath(self, tensor: Tensor, function: Callable[..., Any]) -> None:
+        """Springs this trap, which lies beneath another one, if the function is not harmless to it."""
+        if function not in self._harmless:
+            self.used([tensor], _name_of(function))
+
+    def _trap_over(self, tensor: Tensor) -> type[Tensor]:
+        """The class of a trap on a tensor that may have one."""
+        present = type(tensor)
+        if not issubclass(present, Trap):
+            return self._made_trap_of(present)
+        other = present.traps
+        if other is self:
+            return present
+        if other._lies_beneath:
+            _beneath[tensor] = other
+            return self._trap_of.get(present.readable) or self._made_trap_of(present.readable)
+        if self._lies_beneath:
+            _beneath[tensor] = self
+        return present
 
     def view(self, tensor: Tensor, view: Tensor) -> Tensor:
         """Returns the view that one of VIEWS has made of a tensor without springing the tensor's trap."""
@@ -70,8 +109,6 @@ class Traps:
         return view
 
     def _made_trap_of(self, readable: type[Tensor]) -> type[Tensor]:
-        if readable in _readable_of:
-            return readable
         fields = {
             "readable": readable,
             "traps": self,
@@ -82,10 +119,11 @@ class Traps:
             "__qualname__": readable.__qualname__,
         }
         make: Any = type(readable)
-        trap = self._trap_of[readable] = make(readable.__name__, (Trap, readable), fields)
-        _readable_of[trap] = readable
+        trap: type[Tensor] = make(readable.__name__, (Trap, readable), fields)
         if readable in (Tensor, nn.Parameter):  # torch sends these to other processes without a copy
             ForkingPickler.register(trap, _reduced)
+        _readable_of[trap] = readable
+        self._trap_of[readable] = trap  # last: an exception may end this at any place
         return trap
 
 
@@ -104,41 +142,42 @@ class Trap:
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function in cls.harmless:
+            if not torch.compiler.is_compiling() and _beneath and args and args[0] in _beneath:
+                _beneath[args[0]].refuse_beneath(args[0], function)
             with torch._C.DisableTorchFunctionSubclass():
                 returned = function(*args, **(kwargs or {}))
             return cls.traps.view(args[0], returned) if function in VIEWS else returned
-        spring(_tensors_in((args, kwargs)), _name_of(function))
-        return function(*args, **(kwargs or {}))
+        tensors = list(_tensors_in((args, kwargs)))
+        spring(tensors, _name_of(function))
+        with _lifted(tensors):
+            return function(*args, **(kwargs or {}))
 
     # These methods are called before a function of torch has given the param its own class back.
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        spring([self], "deepcopy")
-        return self.__deepcopy__(memo)
+        return _use(self, "deepcopy", lambda own: own.__deepcopy__(memo))
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        spring([self], "pickle")
-        return self.__reduce_ex__(protocol)
+        return _use(self, "pickle", lambda own: own.__reduce_ex__(protocol))
 
     @property
     def fsdp_pre_all_gather(self: Any) -> Any:
         # FSDP2 asks a shard for this before it reads the memory through a tensor of its own.
-        spring([self], "all_gather")
-        return self.fsdp_pre_all_gather
+        return _use(self, "all_gather", lambda own: own.fsdp_pre_all_gather)
 
     def detach(self: Any) -> Any:
         if torch.compiler.is_compiling():  # torch.compile cannot follow what comes next
-            spring([self], "detach")
+            _end(self)
             return self.detach()
         makes_parameter, readable = sys._getframe(1).f_code is _MAKE_PARAMETER, self.readable
         if Tensor.detach in self.harmless and not makes_parameter:
             with torch._C.DisableTorchFunctionSubclass():
                 view = Tensor.detach(self)
             return self.traps.view(self, view)
-        spring([self], "detach")
-        if makes_parameter:  # torch has seen the trap's class, and expects it again
+        if makes_parameter:  # which compares the class of what it gets with that of the param
+            _end(self)
             return readable._make_subclass(readable, self)
-        return self.detach()
+        return _use(self, "detach", lambda own: own.detach())
 
 
 HARMLESS = _harmless()
@@ -150,16 +189,50 @@ _MAKE_PARAMETER = nn.Parameter.__new__.__code__
 
 
 def _reduced(tensor: Tensor) -> Any:
-    spring([tensor], "pickle")
-    return reduce_tensor(tensor)
+    return _use(tensor, "pickle", reduce_tensor)
 
 
 def take_back(tensors: Iterable[Tensor]) -> None:
-    """Takes the traps of these tensors back."""
+    """Takes the traps of these tensors back, except for those that lie beneath others."""
     for tensor in tensors:
-        readable = _readable_of.get(type(tensor))
-        if readable is not None:
-            tensor.__class__ = readable
+        trap: Any = type(tensor)
+        if trap in _readable_of and not trap.traps._lies_beneath:
+            _take_back(tensor)
+
+
+def _take_back(tensor: Tensor) -> None:
+    tensor.__class__ = _readable_of[type(tensor)]
+    if _beneath and (beneath := _beneath.pop(tensor, None)) is not None:
+        beneath.set([tensor])
+
+
+def _use(tensor: Any, operation: str, use: Callable[[Any], Any]) -> Any:
+    """Springs the trap of a tensor, and calls a function that reads the tensor's class."""
+    spring([tensor], operation)
+    with _lifted([tensor]):
+        return use(tensor)
+
+
+@contextlib.contextmanager
+def _lifted(tensors: list[Tensor]) -> Iterator[None]:
+    """Inside of this context tensors whose traps have been sprung have their own classes: those that lie beneath others
+    are set again after it."""
+    lifted = [(tensor, type(tensor).traps) for tensor in tensors if isinstance(tensor, Trap)]
+    for tensor, _ in lifted:
+        _take_back(tensor)
+    try:
+        yield
+    finally:
+        for tensor, traps in lifted:
+            traps.set([tensor])
+
+
+@torch._disable_dynamo
+def _end(tensor: Any) -> None:
+    """Springs the traps of a tensor and takes all of them back."""
+    spring([tensor], "detach")
+    if type(tensor) in _readable_of:
+        _take_back(tensor)
 
 
 @torch._disable_dynamo

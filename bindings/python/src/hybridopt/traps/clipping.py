@@ -1,7 +1,8 @@
 """Refuses code that clips gradients after hook_gradients() or offload(grads=True) has taken them off their params.
 Such code would find no gradients, clip nothing and return a norm of 0.0. Traps on the params notice when one of
-torch's functions for clipping asks for a gradient. The traps stay until the next step; no other use removes them. So
-torch.compile sees one class of params before the step and one after it, and compiles a model at most twice."""
+torch's functions for clipping asks for a gradient. The traps stay until the next step, beneath traps of other kinds; no
+other use removes them. So torch.compile sees one class of params before the step and one after it, and compiles a model
+at most twice."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import abi
-from ..traps.trap import Traps, take_back
+from .trap import Traps, without_traps
 
 NOTHING_TO_CLIP = (
     "hook_gradients() takes gradients to the host, where torch.nn.utils.clip_grad_norm_() does not find them and is "
@@ -43,6 +44,9 @@ class _AllButClipping:
 def _used(params: list[Tensor], operation: str) -> None:
     if operation != "grad" or not _is_in_clipping():
         return
+    with without_traps():
+        if params[0].grad is not None:
+            return  # it is back, or has not gone yet
     optimizer = next((each for each, taken in list(taken_by.items()) if taken.has(params[0])), None)
     if optimizer is None:
         return  # the optimizer has ended, and its gradients with it
@@ -66,32 +70,28 @@ def _is_in_clipping() -> bool:
     return False
 
 
-_traps = Traps(_used, _AllButClipping())
-
-
-def _is_trapped(param: Tensor) -> bool:
-    return getattr(type(param), "traps", None) is _traps
+_traps = Traps(_used, _AllButClipping(), lies_beneath=True)
 
 
 class Taken:
     """The params of one optimizer whose gradients have been taken since the last step."""
 
     def __init__(self) -> None:
-        self._params: list[Tensor] = []
+        self._params: dict[int, Tensor] = {}  # by id()
 
     def __del__(self) -> None:
-        self.end()  # a trap that stayed would prevent the traps of another optimizer's step
+        if hasattr(self, "_params"):  # unless an exception has cut off the constructor
+            self.end()
 
     def has(self, param: Tensor) -> bool:
-        return any(each is param for each in self._params)
+        return id(param) in self._params
 
     def add(self, params: list[Tensor]) -> None:
-        found = [param for param in params if not _is_trapped(param)]
-        _traps.set(found)
-        self._params += found
+        self._params.update((id(param), param) for param in params)  # first: end() takes all traps back
+        _traps.set(params)
 
     def end(self) -> None:
-        take_back(filter(_is_trapped, self._params))
+        _traps.end(self._params.values())
         self._params.clear()
 
 
@@ -100,8 +100,12 @@ taken_by: weakref.WeakKeyDictionary[Clips, Taken] = weakref.WeakKeyDictionary()
 
 def note_taken(optimizer: Clips, params: list[Tensor]) -> None:
     """Notes that gradients have been taken off these params for the optimizer's next step."""
-    if params:
-        taken_by.setdefault(optimizer, Taken()).add(params)
+    if not params:
+        return
+    taken = taken_by.get(optimizer)
+    if taken is None:
+        taken = taken_by[optimizer] = Taken()
+    taken.add(params)
 
 
 def note_used(optimizer: Clips) -> None:
