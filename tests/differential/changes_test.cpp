@@ -123,8 +123,8 @@ TEST_P(ChangesTest, TheFirstTakeIsDenseAndLaterOnesHaveWhatStepsHaveChanged) {
     EXPECT_EQ(change.has_base, 0);
   }
   Acknowledge(rig, first.take);
-  Step(rig,
-       {0, 63, 64, 1799, 1800, 2999});  // 1799 is the last element of the device share, 0.3 of 6000
+  // 1799 is the last element of the device share, which has 0.3 of 6000.
+  Step(rig, {0, 63, 64, 1799, 1800, 2999});
   const Taken second = Take(rig);
   EXPECT_EQ(second.indices[0], (Elements{0, 63, 64, 1799, 1800, 2999}));
   for (uint64_t i = 0; i < 6; ++i) {
