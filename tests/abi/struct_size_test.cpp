@@ -697,7 +697,8 @@ TEST(Tables, HaveForEachInputStructACallThatShowsItsFields) {
 
 // --------------------------------------------------------------------------------------- arrays --
 
-// A call that reads an array of structs, and how many elements of the params it then knows.
+// A call that reads an array of structs. `applied` tells after the call how many elements the
+// library knows.
 struct Array {
   Bytes first;
   Bytes second;

@@ -447,7 +447,7 @@ class Program {
     last_step_ = rig_.Step(input, streams_[0]);
     model_.Step(input);
     if (random_.OneIn(3)) CheckResult();
-    // Gradients on the device stay bound, and what lies there too.
+    // After the step, gradients on the device stay bound with their content.
   }
 
   void CheckResult() {

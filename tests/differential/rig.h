@@ -49,8 +49,8 @@ struct OptimizerSetting {
   uint64_t early_update_bytes = 0;
 };
 
-// Which executors work on the host share, and how large the device's ring is for such chunks: with
-// fp32 state at most 12 bytes an element, and padding.
+// Draws which executors update the host share, and how large the device's ring is for such chunks.
+// With fp32 state an element takes at most 12 bytes of the ring, in addition to padding.
 inline void DrawExecutors(uint64_t chunk_elements, Random& random, OptimizerSetting& setting) {
   setting.host_executors = static_cast<int32_t>(random.Below(3));
   const bool rings = setting.host_executors != OFFLOAD_EXECUTORS_CPU;

@@ -173,7 +173,7 @@ void StashUser::End(Item& item) {
   items_.erase(items_.begin() + (&item - items_.data()));
 }
 
-// Then its source may be freed, without a release.
+// Waits for the push. Afterwards its source may be freed without a release.
 void StashUser::Wait(Item& item, uint64_t number) {
   const int64_t timeout_ns = number % 2 == 0 ? -1 : int64_t{1000} << number % 16;
   const int32_t status = offload_stash_wait(shared_.stash, item.ticket, timeout_ns);

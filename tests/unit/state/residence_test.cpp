@@ -379,7 +379,7 @@ TEST(Units, NothingIsCutInsideOne) {
 }
 
 // A format with blocks of 32 elements and a scale. For a shard that begins anywhere, every cut is
-// at the begin of a block, and the blocks between two cuts have their bytes there.
+// at the beginning of a block, and the array has room for all blocks between two cuts.
 TEST(Units, ArraysHaveRoomForEachBlock) {
   FormatRow row = RowOf(Format::kFp32);
   row.unit_elements = 32;
