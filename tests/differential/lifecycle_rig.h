@@ -39,7 +39,8 @@ struct LifecycleSetting {
   std::string name_prefix = {};  // prefix of params' names: independent ranks have different names
   // Puts a device of the test between the library and the real device.
   std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrap;
-  // The same; *made becomes that device when the rig is made.
+  // Sets `wrap` to a function that makes a Wrapper. When the rig is made, *made becomes the address
+  // of that device.
   template <typename Wrapper, typename... Arguments>
   void WrapIn(Wrapper** made, Arguments... arguments) {
     wrap = [=](std::unique_ptr<Device> device) {

@@ -38,10 +38,11 @@ pub struct Changes {
 }
 
 impl Optimizer<'_> {
-    /// What may have changed of all params since changes were last acknowledged. The optimizer must
-    /// have been made with [`track_changes`](crate::OptimizerBuilder::track_changes). The first take has all
-    /// params whole. A param of which more than the fraction `dense_above` has changed is whole too;
-    /// with `None`, one whose elements would take as many bytes.
+    /// The elements of all params that may have changed since changes were last acknowledged. The
+    /// optimizer must have been made with
+    /// [`track_changes`](crate::OptimizerBuilder::track_changes). The first take contains all params
+    /// whole. Later a param is whole if more than the fraction `dense_above` of it has changed. With
+    /// `None` it is whole if its changed elements would take at least as many bytes.
     pub fn changes(&mut self, dense_above: Option<f64>) -> Result<Changes> {
         let mut buffer: Vec<u64> = Vec::new();
         loop {
