@@ -78,7 +78,7 @@ struct Program {
   uint32_t trainers = 1;  // otherwise: of one context
   uint32_t threads = 1;
   uint32_t variant = 0;                   // of the problem
-  offload_optimizer_options_t options{};  // but for the comm
+  offload_optimizer_options_t options{};  // without the comm
   uint64_t sim_delay_ns_max = 0;
   bool waits_at_end = true;  // before destroy
   // The fault of rank 1 at its n-th call of the comm. A call that hangs returns in the end.

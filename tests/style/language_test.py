@@ -17,6 +17,8 @@ PATTERNS = [
     (r"(?i)\banother than\b", "say 'other than', or name both", "another than the last", "a rank other than the last"),
     (r"(?i)\bfor nothing\b", "say 'without effect', or 'never for'", "it counts for\n// nothing", "it has no effect"),
     (r"(?i)\bwhich of the (?:two|both)\b", "name the two", "Which of the two does not show", "a or b"),
+    (r"(?i)(?<!, )\bbut for\b", "say 'except'", "zero but for\n// its size", "not for params, but for their states"),
+    (r"(?i)\bas ever\b", "say 'as usual'", "steps are made as ever", "steps are made as usual"),
     # A sentence whose subject is a clause: its verb comes as a surprise.
     (r"\b[Ww]hat (?:[a-z]+ ){1,4}ha(?:s|ve) (?:is|are|has|have|goes|stays|stands|comes)\b",
      "give the subject a name", "what a caller has is freed", "the caller's memory is freed"),

@@ -1,6 +1,6 @@
 /* Preloaded into the tool, to do what disks do. HYBRIDOPT_TEST_FAULT says what:
  *
- *   sync     no directory can be synced; files are synced as ever
+ *   sync     no directory can be synced; files are synced as usual
  *   read:N   the N-th read of a file gives other bytes than are there
  *   fail:N:E the N-th of all calls below fails with errno E
  *

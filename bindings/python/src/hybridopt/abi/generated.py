@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Struct(ctypes.Structure):
-    """A struct of the ABI: zero but for struct_size and the fields that are named."""
+    """A struct of the ABI: zero except struct_size and the fields that are named."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)

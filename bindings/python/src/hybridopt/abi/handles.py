@@ -31,7 +31,7 @@ def _zeros(struct: type[c.Struct]) -> bytes:
 
 
 def blank(struct: type[Made]) -> Made:
-    """A struct that is zero but for struct_size. It is made in less time than by a call of the class."""
+    """A struct that is zero except struct_size. It is made in less time than by a call of the class."""
     return struct.from_buffer_copy(_zeros(struct))
 
 
@@ -56,7 +56,7 @@ def encoded(name: str, value: str | os.PathLike[str]) -> bytes:
 
 
 def array_of(struct: type[c.Struct], count: int) -> Any:
-    """An array of structs that are zero but for struct_size. Of many structs it is made in less time than a
+    """An array of structs that are zero except struct_size. Of many structs it is made in less time than a
     list, in which each is a Python object."""
     return (struct * count).from_buffer_copy(_zeros(struct) * count)
 
