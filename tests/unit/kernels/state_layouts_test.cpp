@@ -597,8 +597,8 @@ TEST(StochasticRounding, BitsAreUniformAndIndependent) {
   }
 }
 
-// The bits with which masters are rounded are uniform, even for known bits of a moment: for moment0
-// exactly, for moment1 as random draws show.
+// The bits with which masters are rounded are uniform, even if bits of a moment are known. For
+// moment0 the test counts all cases; for moment1 it draws some.
 TEST(StochasticRounding, BitsOfMastersTellNothingOfTheMoments) {
   for (const uint32_t lower : {0u, 1u, 0x1234u, 0x8000u, 0xFFFFu}) {
     std::vector<uint64_t> counts(256);

@@ -1,4 +1,4 @@
-"""Who uses the package, for warnings."""
+"""Finds the code that has called the package, so that warnings point to it."""
 
 from __future__ import annotations
 

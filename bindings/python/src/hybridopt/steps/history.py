@@ -1,5 +1,5 @@
 """History: results, samples of memory and totals of an optimizer. They continue when the optimizer gets
-another engine, for added params, say."""
+another engine, for example because params were added."""
 
 from __future__ import annotations
 
