@@ -793,3 +793,44 @@ def test_calls_of_an_optimizer_bring_weights_back_that_they_read(call, tmp_path)
     assert run(model) == run(other)
     wrapping.bring_back()
     assert bits(model.parameters()) == bits(other.parameters())
+
+
+# ------------------------------------------------------------------------------------- beside a phase --
+
+
+@pytest.mark.parametrize("steps", [True, False], ids=["after a step", "before the step"])
+def test_a_forward_pass_over_offloaded_weights_names_reload(steps):
+    """The optimizer has put them on the host, and the stash has not: before a step it still has its own copies, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(5)))
+    other = copy.deepcopy(model)
+    optimizer = hybridopt.AdamW(model.named_parameters(), movable=("params", "grads", "states"))
+    plain = hybridopt.AdamW(other.named_parameters())
+    stash = hybridopt.ActivationStash(1 << 20, model=model, min_bytes=1, pin=False)
+    wrapping = stash.wrap(list(model[:4]), weights=True)
+    x = torch.ones(2, 10)
+    for trained, each in ((model, optimizer), (other, plain)):
+        for _ in range(2):
+            trained(x).sum().backward()
+            if steps:
+                each.step()
+    told = (
+        r"^parameter '0.weight' is used by the forward pass of a layer that stash.wrap\(\) has wrapped while its content is "
+        r"on the host, where optimizer.offload\(params=True\) has put it; call optimizer.reload\(params=True\) before"
+    )
+    with optimizer.offloaded(grads=False):
+        for _ in range(2):
+            with pytest.raises(abi.InvalidStateError, match=told):
+                model(x)
+        wrapping.bring_back()
+        with pytest.raises(abi.InvalidStateError, match="'0.weight' is used by 'sum' while its content is on the host"):
+            model[0].weight.sum()
+        with pytest.raises(abi.InvalidStateError, match=r"'0.weight' has no memory: .* by reload\(params=True\) if it is offloaded"):
+            optimizer.step()
+        assert all(param.untyped_storage().nbytes() == 0 for param in model.parameters())
+    for trained, each in ((model, optimizer), (other, plain)):
+        each.step()
+        trained(x).sum().backward()
+        each.step()
+    wrapping.remove()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))

@@ -124,7 +124,7 @@ class Slot:
         if current.data_ptr() == 0 and self.count > 0:
             raise abi.InvalidStateError(
                 f"parameter {self.name!r} has no memory: its storage was freed or resized to 0; "
-                "bring it back before step()"
+                "bring it back before step(), by reload(params=True) if it is offloaded"
             )
 
     def usable_gradient(self, grad: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from ..base.modes import refuse_capture
 from ..params.members import takes_part
 from ..params.tensors import local
 from ..traps.away import note_away
+from ..traps.offloaded import is_offloaded
 from ..traps.trap import spring, take_back, without_traps
 from .blocks import Transfers
 
@@ -52,13 +53,23 @@ class Weight:
         return sum(param._version for param in self.params.values())
 
     @property
-    def is_away(self) -> bool:
+    def has_no_memory(self) -> bool:
+        """Whether this stash or somebody else has taken the memory away."""
         return self.bytes > 0 and self.storage.nbytes() == 0
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether an optimizer's offload(params=True) has taken the memory away."""
+        return self.has_no_memory and any(map(is_offloaded, self.params.values()))
+
+    @property
+    def is_away(self) -> bool:
+        return self.ticket > 0 and self.has_no_memory and not self.is_offloaded
 
     def push(self) -> None:
         """Queues the copy to the host, unless the host has these bits already. If the stash has no room there is no
         copy."""
-        if self.is_away or self.is_coming or self._stays:
+        if self.has_no_memory or self.is_coming or self._stays:
             return
         if self.ticket and self._version() != self._copied_version:
             self.forget_copy()
@@ -72,7 +83,7 @@ class Weight:
     def leave(self) -> None:
         """Releases the device memory. The stream that has used it waits for the copy."""
         self.push()
-        if not self.ticket or self.is_away or self._stays:
+        if not self.ticket or self.has_no_memory or self._stays:
             return
         if self.is_coming:
             self._arrive()
@@ -278,7 +289,7 @@ class Weights:
     def exit(self, module: nn.Module) -> None:
         """The module's forward pass has ended: copies to the host begin."""
         layer = self._layers.get(module)
-        if layer is not None:
+        if layer is not None and not any(weight.is_offloaded for weight in layer.weights):
             self._begin_to_leave(layer)
 
     def _begin_to_leave(self, layer: Layer) -> None:

@@ -17,8 +17,9 @@ _params: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weak references to the p
 
 
 def _refuse(params: list[Tensor], operation: str) -> None:
+    by = repr(operation) if operation else "the forward pass of a layer that stash.wrap() has wrapped"
     raise abi.InvalidStateError(
-        f"parameter {_names[params[0]]!r} is used by {operation!r} while its content is on the host, where "
+        f"parameter {_names[params[0]]!r} is used by {by} while its content is on the host, where "
         "optimizer.offload(params=True) has put it; call optimizer.reload(params=True) before, or use it after the "
         "block of `with optimizer.offloaded():`"
     )
@@ -41,6 +42,10 @@ def _note_view(tensor: Tensor, view: Tensor) -> list[Tensor]:
 # These functions only tell where the memory is.
 _PLACES = {Tensor.data_ptr, Tensor.untyped_storage}
 _traps = Traps(_refuse, HARMLESS | _PLACES | VIEWS, _note_view)
+
+
+def is_offloaded(param: Tensor) -> bool:
+    return param in _names
 
 
 def note_offloaded(params: Iterable[tuple[str, Tensor]]) -> None:
