@@ -818,6 +818,7 @@ OPTIONS = {
     "process_group": ({"None"}, {}),
     "replica_group": ({"None"}, {}),
     "comm_timeout_seconds": ({"1", "2.5"}, {}),
+    "track_changes": ({"True", "False"}, {}),
 }
 
 
