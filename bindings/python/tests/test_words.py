@@ -24,7 +24,7 @@ ONLY_IN_C = {
     "OFFLOAD_DEVICE_CUDA", "OFFLOAD_DEVICE_HOST", "OFFLOAD_DEVICE_SIM", "OFFLOAD_MASTER", "OFFLOAD_PLACE_AUTO",
     "OFFLOAD_ROUND_NEAREST", "OFFLOAD_ROUND_STOCHASTIC", "OFFLOAD_SHARD_RANGE", "OFFLOAD_STASH_KEEP", "OFFLOAD_STEP_FOLLOW_PARAMS",
     "offload_device_alloc", "offload_device_download", "offload_device_upload", "offload_mpi_create",
-    "offload_nccl_create", "offload_stash_mark", "offload_stash_prefetch", "offload_stash_push", "offload_state_kind",
+    "offload_nccl_create", "offload_optimizer_changes", "offload_stash_mark", "offload_stash_prefetch", "offload_stash_push", "offload_state_kind",
     "offload_stream_create", "offload_stream_run",
 }  # fmt: skip
 
@@ -241,7 +241,7 @@ def test_enough_is_provoked():
         (load_another_algorithm, r"it was saved by .*, this optimizer is .* \(fresh_moments=True takes the weights alone\)"),
         (load_a_checkpoint_that_is_damaged, r"is not what was written; .*the command `hybridopt verify` lists all damage"),
         (load_with_keep_steps_alone, "^keep_steps=True says what to do beside fresh_moments=True"),
-        (betas_of_one, r"^betas\[0\] is 1, expected 0 <= betas\[0\] < 1"),
+        (betas_of_one, r"^param group 0: betas\[0\] is 1, expected 0 <= betas\[0\] < 1"),
         (more_state_than_there_is, "host memory, but .* lower offload_fraction, or free host memory"),
     ],
 )  # fmt: skip
