@@ -111,9 +111,10 @@ void AddBench(CLI::App& app, Request& request) {
 
 void AddPlan(CLI::App& app, Request& request) {
   const auto options = std::make_shared<PlanOptions>();
-  CLI::App* const plan =
-      AddCommand(app, request, "plan", "tells the bytes that optimizer state takes beside a GPU",
-                 [options] { return Plan(*options); });
+  CLI::App* const plan = AddCommand(
+      app, request, "plan",
+      "tells what a model's optimizer state takes, what fits, and the line of Python to paste",
+      [options] { return Plan(*options); });
   plan->add_option(
           "MODEL", options->model,
           "a number of parameters (7e9, 7B), a well-known model (qwen3-8b), a config.json, "
@@ -124,11 +125,11 @@ void AddPlan(CLI::App& app, Request& request) {
   plan->add_option("--dtype", options->dtype, "of params and gradients")
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
       ->capture_default_str();
-  CLI::Option* const offloaded =
-      plan->add_option("--offload-fraction", options->offload_fraction,
-                       "of the state, on the host; else 1, and below it the least that fits");
+  CLI::Option* const offloaded = plan->add_option(
+      "--offload-fraction", options->offload_fraction,
+      "of the state, on the host; without it the plan has 1 and the table the least that fits");
   plan->add_option("--device-fraction", options->device_fraction,
-                   "the rest of it, as C and Rust count: 1 less the offload fraction")
+                   "what C and Rust call the same choice: 1 less the offload fraction")
       ->excludes(offloaded);
   plan->add_flag("--small-state", options->small_state,
                  "split masters (of bf16 params) and bf16 moments");

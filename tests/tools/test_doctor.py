@@ -94,14 +94,14 @@ def test_a_disk_that_is_full_is_a_line_to_mend(tmp_path):
 
 def test_the_limit_of_locked_memory_is_told():
     def limit():
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]))
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (32 << 10, resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]))
 
     result = subprocess.run([TOOL, *SMALL, "--device", "none", "--json"], capture_output=True, text=True,
                             preexec_fn=limit, timeout=120)  # fmt: skip
     told = json.loads(result.stdout)
     (line,) = (check for check in told["checks"] if check["name"] == "memlock")
-    assert told["machine"]["memlock_bytes"] == 1 << 20
-    assert line["text"] == "1.0 MiB may be locked; without a GPU nothing is locked" and line["good"]
+    assert told["machine"]["memlock_bytes"] == 32 << 10
+    assert line["text"] == "32.0 KiB may be locked; without a GPU nothing is locked" and line["good"]
 
 
 def test_slow_kernels_are_told():
