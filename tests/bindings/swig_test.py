@@ -221,6 +221,28 @@ def test_stash():
     h.offload_context_destroy(context)
 
 
+def test_changes():
+    x, grad = values(BIASES, 1), values(BIASES, 2)
+    context = h.offload_context_create(h.offload_context_options_t())
+    options = make(h.offload_optimizer_options_t, algorithm=h.OFFLOAD_SGD, track_changes=1)
+    optimizer = h.offload_optimizer_create(context, options)
+    h.offload_optimizer_add_group(optimizer, make(h.offload_group_t, lr=0.5))
+    param = make(h.offload_param_t, name="x", data=address(x), grad=address(grad), count=BIASES)
+    param.dtype = param.grad_dtype = h.OFFLOAD_FP32
+    h.offload_optimizer_add_params(optimizer, param, 1)
+    h.offload_optimizer_commit(optimizer, None)
+    changes = h.offload_changes_t()
+    h.offload_optimizer_changes(optimizer, None, 0, h.offload_changes_options_t(), changes)
+    assert (changes.param_count, changes.params.dense, changes.params.count) == (1, 1, BIASES)
+    assert changes.params.hash == h.offload_content_hash(address(x), 4 * BIASES)
+    h.offload_optimizer_acknowledge_changes(optimizer, changes.take)
+    h.offload_optimizer_changes(optimizer, None, 0, h.offload_changes_options_t(), changes)
+    assert (changes.params.dense, changes.params.count) == (0, 0)
+    h.offload_optimizer_mark_changed(optimizer, None, 0)
+    h.offload_optimizer_destroy(optimizer)
+    h.offload_context_destroy(context)
+
+
 def test_structs_are_sized():
     structs = [kind for name, kind in vars(h).items() if name.endswith("_t")]
     assert len(structs) >= 22, structs
@@ -229,6 +251,7 @@ def test_structs_are_sized():
 
 
 test_structs_are_sized()
+test_changes()
 test_errors()
 test_device_and_log()
 test_checkpoints()

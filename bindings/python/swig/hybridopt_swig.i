@@ -62,6 +62,7 @@ RETURNED(uint32_t* first_id, uint32_t, PyLong_FromUnsignedLong(returned$argnum))
 RETURNED(offload_ticket_t* ticket, offload_ticket_t, PyLong_FromUnsignedLongLong(returned$argnum))
 RETURNED(offload_stash_ticket_t* ticket, offload_stash_ticket_t,
          PyLong_FromUnsignedLongLong(returned$argnum))
+RETURNED(uint64_t* hash, uint64_t, PyLong_FromUnsignedLongLong(returned$argnum))
 RETURNED(offload_stash_mark_t* mark, offload_stash_mark_t,
          PyLong_FromUnsignedLongLong(returned$argnum))
 
@@ -127,6 +128,9 @@ SIZED(offload_step_options)
 SIZED(offload_step_result)
 SIZED(offload_move_options)
 SIZED(offload_state_view)
+SIZED(offload_changes_options)
+SIZED(offload_change)
+SIZED(offload_changes)
 SIZED(offload_stats)
 SIZED(offload_save_options)
 SIZED(offload_load_options)
