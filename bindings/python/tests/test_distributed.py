@@ -847,6 +847,26 @@ def test_a_rank_that_dies_fails_the_step_of_the_others(tmp_path):
     assert torch.load(tmp_path / "result") == "seen"
 
 
+def made_after_an_evaluation(rank, world):
+    module = model()
+    fully_shard(module[0])
+    fully_shard(module)
+    with torch.no_grad():
+        module(batch(0)[0])
+    optimizer = optimizer_for(module)  # the root's params are whole, and the backward pass frees them
+    backward(module, 1)
+    with pytest.raises(abi.InvalidStateError, match=r"'2.weight' has no memory.*model.reshard\(\)"):
+        optimizer.step()
+    module.reshard()
+    optimizer = optimizer_for(module)
+    backward(module, 1)
+    optimizer.step()
+
+
+def test_whole_params_of_fsdp2_are_refused_with_the_way_out():
+    ranks.run(made_after_an_evaluation, 2)
+
+
 def wrong_gradients(rank, world):
     mesh = init_device_mesh("cpu", (2,))
     weight = nn.Parameter(distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)]))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import abi
 from ..params.sharding import SHARD_ATTRIBUTE, TensorShard
 
 Ranks = tuple[int, ...]  # numbers in the whole job
@@ -54,7 +55,7 @@ def mark_replicas(
         zip(
             ranks,
             _gathered(
-                {name: _digest(params[name], shards[name]) for name in contested if name in own.holders},
+                {name: _digest(name, params[name], shards[name]) for name in contested if name in own.holders},
                 group,
             ),
         )
@@ -157,11 +158,17 @@ def _as_replica(shard: TensorShard | None, param: Tensor) -> TensorShard:
     return dataclasses.replace(shard, replica=True)
 
 
-def _digest(param: Tensor, shard: TensorShard | None) -> tuple:
+def _digest(name: str, param: Tensor, shard: TensorShard | None) -> tuple:
     """Describes a tensor so that different ones differ: shape and dtype, the part that this rank holds, and
     two sums over its bits."""
     with torch.no_grad():
         here = getattr(param, "_local_tensor", param).detach()
+        if here.numel() > 0 and here.data_ptr() == 0:
+            raise abi.InvalidStateError(
+                f"parameter {name!r} has no memory: its storage was freed or resized to 0. After a forward "
+                "pass without a backward pass, an evaluation for example, the root of FSDP2 gives whole "
+                "parameters instead of its shards; call model.reshard() before you make the optimizer"
+            )
         bits = here.contiguous().view(-1).view(_BITS[here.element_size()])
         sums = [0, 0]
         for piece in bits.split(_DIGEST_ELEMENTS):
