@@ -547,6 +547,7 @@ def rust_doc(comment, indent):
 RUST_GROUP_PREAMBLE = """\
 //! Groups of params. Written by generate_abi.py; do not edit.
 
+use crate::algorithm::Algorithm;
 use hybridopt_sys as sys;
 
 /// Hyperparameters, as PyTorch names and means them. There are no silent defaults: `Default` is all
@@ -556,13 +557,19 @@ pub struct Group {
 """
 
 
+RUST_GROUP_ALGORITHM = "None: that of the optimizer. set_group cannot change it."
+
+
 def rust_group(header, algorithms):
     """The struct of the hyperparameters in the safe crate: numbers, and flags as bool."""
     struct = header.struct("offload_group_t")
     comments = {field.name: field.comment for field in struct.said}
+    own = comments.pop("algorithm")  # not a hyperparameter: it chooses which there are
     if comments.keys() != {field.name for field in algorithms.fields}:
         raise ValueError("offload_group_t and kGroupFields have other fields")
     text, values = RUST_GROUP_PREAMBLE, ""
+    text += rust_doc(RUST_GROUP_ALGORITHM if own else "", "    ") + "    pub algorithm: Option<Algorithm>,\n"
+    values += "            algorithm: self.algorithm.map_or(0, Algorithm::raw),\n"
     for field in algorithms.fields:
         name = field.name
         text += rust_doc(comments[name], "    ")

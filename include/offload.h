@@ -361,7 +361,7 @@ enum offload_host_executors {
 
 typedef struct offload_optimizer_options {
   uint32_t struct_size;
-  int32_t algorithm;       /* enum offload_algorithm; required */
+  int32_t algorithm;       /* enum offload_algorithm, of groups that name none; required */
   double device_fraction;  /* of the elements of OFFLOAD_PLACE_AUTO params, the fraction whose state
                               lives on the device, in [0, 1]; 0 = all on the host. The device share
                               is the first elements in registration order. The host device has one
@@ -397,8 +397,9 @@ typedef struct offload_optimizer_options {
 
 /* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion and
  * Signum their papers', with decoupled weight decay).
- * Here zero means zero, not a default. A field that the algorithm does not use must be zero. All
- * numbers are finite and not negative; nesterov, maximize and cautious_weight_decay are 0 or 1. */
+ * Here zero means zero, not a default, except in algorithm. A field that the group's algorithm does
+ * not use must be zero. All numbers are finite and not negative; nesterov, maximize and
+ * cautious_weight_decay are 0 or 1. */
 typedef struct offload_group {
   uint32_t struct_size;
   int32_t nesterov;              /* SGD; needs momentum > 0 and dampening 0 */
@@ -415,6 +416,9 @@ typedef struct offload_group {
   double dampening; /* SGD; needs momentum > 0 */
   double lr_decay;  /* Adagrad */
   double initial_accumulator_value; /* Adagrad; commit fills sum with it, later it has no effect */
+  int32_t algorithm; /* enum offload_algorithm; 0 = that of the options. offload_optimizer_set_group
+                        cannot change it */
+  uint32_t reserved; /* 0 */
 } offload_group_t;
 
 enum offload_param_flag {
@@ -528,7 +532,7 @@ OFFLOAD_API int32_t offload_optimizer_add_group(offload_optimizer_t optimizer,
 
 /* Sets new hyperparameters of a group, at any time. Steps that are queued keep the old ones. A
  * group that was committed with momentum 0 has no momentum_buffer and cannot get momentum later.
- * Errors: INVALID_ARGUMENT (the text names the field). */
+ * The group keeps its algorithm. Errors: INVALID_ARGUMENT (the text names the field). */
 OFFLOAD_API int32_t offload_optimizer_set_group(offload_optimizer_t optimizer, uint32_t group_id,
                                                 const offload_group_t* group);
 
@@ -1145,7 +1149,7 @@ OFFLOAD_API int32_t offload_optimizer_load(offload_optimizer_t optimizer,
 typedef struct offload_checkpoint_info {
   uint32_t struct_size;
   uint32_t format_version; /* of the manifest */
-  int32_t algorithm;       /* enum offload_algorithm */
+  int32_t algorithm;       /* enum offload_algorithm, that of the optimizer's options */
   uint32_t save_flags;     /* enum offload_save_flag, or-ed */
   uint32_t world;          /* number of ranks that saved it */
   uint32_t group_count;    /* groups of the optimizer */

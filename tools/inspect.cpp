@@ -50,6 +50,17 @@ std::string StepsText(const StoredParam& param) {
   return text + " to " + std::to_string(most->step_count);
 }
 
+// "AdamW", or "AdamW (groups of SGD)".
+std::string AlgorithmsText(const Manifest& manifest) {
+  std::string others;
+  std::set<int32_t> told = {0, manifest.algorithm};
+  for (const offload_group_t& group : manifest.groups)
+    if (told.insert(group.algorithm).second)
+      others += (others.empty() ? "" : ", ") + std::string(AlgorithmOf(group.algorithm)->name);
+  return AlgorithmOf(manifest.algorithm)->name +
+         (others.empty() ? "" : " (groups of " + others + ")");
+}
+
 std::string Joined(const std::set<std::string>& words) {
   std::string text;
   for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
@@ -59,7 +70,7 @@ std::string Joined(const std::set<std::string>& words) {
 std::string TextOf(const Reader& reader) {
   const Manifest& manifest = reader.manifest();
   std::ostringstream out;
-  out << "step " << manifest.step << ", " << AlgorithmOf(manifest.algorithm)->name << ", "
+  out << "step " << manifest.step << ", " << AlgorithmsText(manifest) << ", "
       << Printable(manifest.layout) << " state" << (manifest.masters_only ? " (masters only)" : "")
       << ", saved by " << manifest.world << (manifest.world == 1 ? " rank" : " ranks") << " with "
       << Printable(manifest.writer) << "\n\n";
@@ -90,6 +101,7 @@ std::string TextOf(const Reader& reader) {
 
 Json JsonOf(const offload_group_t& group) {
   Json object;
+  if (group.algorithm != 0) object["algorithm"] = AlgorithmOf(group.algorithm)->name;
   for (const hybridopt::GroupField& field : hybridopt::kGroupFields) {
     if (!hybridopt::IsInEveryManifest(field) && field.In(group) == 0) continue;
     if (field.number != nullptr)

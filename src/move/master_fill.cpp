@@ -16,9 +16,10 @@ Status MasterFill::Initialize(std::span<const Addresses> addresses, StreamHandle
   // A worker rounds the values to fp32, because the caller's thread may have any rounding mode.
   first_moments_.resize(table_.groups().size());
   HYBRIDOPT_TRY(context_.workers().Run([&](uint32_t worker) {
-    for (size_t group = 0; worker == 0 && group < first_moments_.size(); ++group)
-      first_moments_[group] =
-          static_cast<float>(InitialMoment0(table_.algorithm(), table_.groups()[group]));
+    for (size_t i = 0; worker == 0 && i < first_moments_.size(); ++i) {
+      const offload_group_t& group = table_.groups()[i];
+      first_moments_[i] = static_cast<float>(InitialMoment0(group.algorithm, group));
+    }
   }));
   for (uint32_t id = 0; id < table_.size(); ++id)
     HYBRIDOPT_TRY(FillOnDevice(id, addresses[id].data, true));

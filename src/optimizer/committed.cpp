@@ -62,8 +62,8 @@ void Committed::FillTables() {
     step.groups.resize(table.groups().size());
   }
   for (const offload_group_t& group : table.groups())
-    momentum_free.push_back(RuleOf(table.algorithm(), group.momentum) !=
-                            AlgorithmOf(table.algorithm())->rule);
+    momentum_free.push_back(RuleOf(group.algorithm, group.momentum) !=
+                            AlgorithmOf(group.algorithm)->rule);
   all_ids.resize(table.size());
   std::iota(all_ids.begin(), all_ids.end(), 0u);
   for (uint32_t id = 0; id < table.size() && !partial_param.has_value(); ++id)

@@ -108,7 +108,7 @@ Result<offload_ticket_t> Optimizer::Load(const offload_load_options_t& options) 
   FillCommon(options, std::move(path), request);
   request.locations = LocationsNow();
   for (const offload_group_t& group : table_.groups())
-    request.first_moments.push_back(InitialMoment0(table_.algorithm(), group));
+    request.first_moments.push_back(InitialMoment0(group.algorithm, group));
   for (uint32_t id : committed_->all_ids) committed_->changes->MarkWhole(id);
   HYBRIDOPT_TRY(RecordProducers(slot, {&options.stream, 1}));
   HYBRIDOPT_ASSIGN(const uint64_t sequence, committed_->timeline->Submit());

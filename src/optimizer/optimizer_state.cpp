@@ -17,12 +17,13 @@ Result<StateSlot> Optimizer::FindSlot(uint32_t param, int32_t kind, Format maste
   const Rule rule = committed_->shape.params[param].rule;
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
-    if (StateKindOf(table_.algorithm(), slot) == kind && HasState(rule, master, slot)) return slot;
+    if (StateKindOf(table_.algorithm(param), slot) == kind && HasState(rule, master, slot))
+      return slot;
   }
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                        "kind is %d, which %s does not keep for param '%.200s'; see enum "
                        "offload_state_kind",
-                       kind, AlgorithmOf(table_.algorithm())->name,
+                       kind, AlgorithmOf(table_.algorithm(param))->name,
                        table_.param(param).name.c_str());
 }
 

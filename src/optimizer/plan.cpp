@@ -1,5 +1,7 @@
 #include "optimizer/plan.h"
 
+#include <algorithm>
+
 #include "base/system.h"
 #include "move/master_fill.h"
 #include "move/mover.h"
@@ -48,6 +50,27 @@ LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
   return sizes;
 }
 
+namespace {
+
+// The bytes of a slot's region by kind: the groups' algorithms keep different moments in it. The
+// arrays of a region follow one another, so that no byte of it is left out.
+void AddStateBytes(const ParamTable& table, const StateShape& shape, const Residence& residence,
+                   Tier tier, StateSlot slot, offload_plan_t& plan) {
+  const Residence::Bytes& held = residence.bytes(tier, slot);
+  for (uint32_t id : shape.region_order) {
+    const ParamShape& param = shape.params[id];
+    if (!param.Keeps(tier, slot)) continue;
+    const uint64_t bytes = param.BytesBefore(slot, table.param(id).count);
+    const uint64_t begin = param.offset[tier][slot];
+    const uint64_t end = begin + system::RoundUp(bytes, kArrayAlignmentBytes);
+    const uint64_t first = std::max(begin, held.begin), last = std::min(end, held.end);
+    if (first < last)
+      plan.state_bytes[IndexOf(tier)][StateKindOf(table.algorithm(id), slot)] += last - first;
+  }
+}
+
+}  // namespace
+
 double MiB(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 
 Arrangement Arrange(const ParamTable& table, const StateShape& shape, double device_fraction) {
@@ -89,11 +112,7 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   plan.element_count = shape.element_count;
   for (Tier tier : kTiers) plan.elements[IndexOf(tier)] = residence.elements(tier);
   for (uint32_t index = 0; index < kStateSlots; ++index) {
-    const StateSlot slot{index};
-    const int32_t kind = StateKindOf(table.algorithm(), slot);
-    if (kind < 0) continue;
-    for (Tier tier : kTiers)
-      plan.state_bytes[IndexOf(tier)][kind] = residence.bytes(tier, slot).size();
+    for (Tier tier : kTiers) AddStateBytes(table, shape, residence, tier, StateSlot{index}, plan);
   }
   plan.host_scratch_bytes = StepPipeline::ScratchBytes(table, shape) + Mover::ScratchBytes(table) +
                             MasterFill::ScratchBytes(table);

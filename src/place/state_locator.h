@@ -80,11 +80,13 @@ class StateLocator {
             !shape_.options.unified && !location.params_on_host};
   }
 
-  int32_t KindOf(StateSlot slot) const { return StateKindOf(table_.algorithm(), slot); }
+  int32_t KindOf(uint32_t id, StateSlot slot) const {
+    return StateKindOf(table_.algorithm(id), slot);
+  }
   // Whether the param has this state, in any format. Masters count even if they are stored beside
   // the param.
   bool Has(uint32_t id, StateSlot slot) const {
-    return table_.param(id).count > 0 && KindOf(slot) >= 0 &&
+    return table_.param(id).count > 0 && KindOf(id, slot) >= 0 &&
            HasState(shape_.params[id].rule, Format::kFp32, slot);
   }
 

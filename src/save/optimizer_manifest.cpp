@@ -17,6 +17,12 @@ checkpoint::Manifest NewManifest(int32_t algorithm, uint64_t step, uint32_t worl
   manifest.world = world;
   manifest.block_bytes = checkpoint::kBlockBytes;
   manifest.groups.assign(groups.begin(), groups.end());
+  for (offload_group_t& group : manifest.groups) {
+    if (group.algorithm == algorithm)
+      group.algorithm = 0;
+    else
+      manifest.version = checkpoint::kVersionOfGroupAlgorithms;
+  }
   return manifest;
 }
 

@@ -51,7 +51,7 @@ Status Saver::LayOut(const ParamTable& table, const StateShape& shape) {
   head_ = std::move(heads[0]);
   for (size_t i = 0; i < ids.size(); ++i)
     for (checkpoint::StoredTensor& tensor : manifest_.params[i].shards[0].tensors)
-      arrays_.push_back({ids[i], SlotOf(table.algorithm(), tensor.kind), &tensor});
+      arrays_.push_back({ids[i], SlotOf(table.algorithm(ids[i]), tensor.kind), &tensor});
   std::stable_sort(arrays_.begin(), arrays_.end(), [](const Array& a, const Array& b) {
     return a.tensor->offset < b.tensor->offset;
   });
@@ -96,7 +96,7 @@ void Saver::ListShard(const Param& param, uint32_t id, const ParamShape& shaped)
     if (slot != kMaster && (request_.flags & OFFLOAD_SAVE_MASTERS_ONLY) != 0) continue;
     const int32_t dtype = RowOf(shaped.format[slot]).stored_dtype;
     shard.tensors.push_back(
-        {locator_.KindOf(slot), dtype, 0, 0, param.count * DtypeBytes(dtype), {}});
+        {locator_.KindOf(id, slot), dtype, 0, 0, param.count * DtypeBytes(dtype), {}});
   }
   stored.shards.push_back(std::move(shard));
   manifest_.params.push_back(std::move(stored));

@@ -5,7 +5,8 @@
 
 namespace hybridopt {
 
-// Checks every field against its row in kernels/algorithms.h. Errors name the field.
+// Checks every field but the algorithm against its row in kernels/algorithms.h. Errors name the
+// field.
 Status ValidateGroup(int32_t algorithm, const offload_group_t& group);
 
 }  // namespace hybridopt

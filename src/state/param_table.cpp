@@ -4,6 +4,7 @@
 #include <cstring>
 #include <iterator>
 
+#include "kernels/algorithms.h"
 #include "state/group.h"
 
 namespace hybridopt {
@@ -27,9 +28,23 @@ Status InContext(const Status& status, const char* what, size_t index, const cha
 
 }  // namespace
 
+Result<offload_group_t> ParamTable::Checked(const offload_group_t& group) const {
+  if (group.algorithm != 0 && AlgorithmOf(group.algorithm) == nullptr)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "group.algorithm is %d, expected a value of enum offload_algorithm, or 0 "
+                         "for that of the options",
+                         group.algorithm);
+  if (group.reserved != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "group.reserved is %u, expected 0", group.reserved);
+  offload_group_t checked = group;
+  if (checked.algorithm == 0) checked.algorithm = algorithm_;
+  HYBRIDOPT_TRY(ValidateGroup(checked.algorithm, checked));
+  return checked;
+}
+
 Result<uint32_t> ParamTable::AddGroup(const offload_group_t& group) {
-  HYBRIDOPT_TRY(ValidateGroup(algorithm_, group));
-  groups_.push_back(group);
+  HYBRIDOPT_ASSIGN(const offload_group_t checked, Checked(group));
+  groups_.push_back(checked);
   groups_now_ = nullptr;
   return static_cast<uint32_t>(groups_.size() - 1);
 }
@@ -38,10 +53,16 @@ Status ParamTable::SetGroup(uint32_t id, const offload_group_t& group, bool comm
   if (id >= groups_.size())
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "group_id is %u, but only %zu groups have been added", id, groups_.size());
-  HYBRIDOPT_TRY(ValidateGroup(algorithm_, group));
+  HYBRIDOPT_ASSIGN(const offload_group_t checked, Checked(group));
+  if (checked.algorithm != groups_[id].algorithm)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "group.algorithm is %d (%s), but group %u was added with %d (%s), which "
+                         "stays; make a new optimizer to change it",
+                         group.algorithm, AlgorithmOf(checked.algorithm)->name, id,
+                         groups_[id].algorithm, AlgorithmOf(groups_[id].algorithm)->name);
   groups_now_ = nullptr;
   const double at_commit = groups_[id].initial_accumulator_value;
-  groups_[id] = group;
+  groups_[id] = checked;
   if (committed) groups_[id].initial_accumulator_value = at_commit;
   return {};
 }

@@ -63,11 +63,15 @@ class ParamTable {
   uint64_t data_bytes() const { return data_bytes_; }
   uint64_t grad_bytes() const { return grad_bytes_; }
 
+  // That of groups which name none; checkpoints name it too.
   int32_t algorithm() const { return algorithm_; }
+  // That of a param's group.
+  int32_t algorithm(uint32_t id) const { return groups_[params_[id].group].algorithm; }
   uint32_t size() const { return static_cast<uint32_t>(params_.size()); }
   const Param& param(uint32_t id) const { return params_[id]; }
   std::span<const Param> params() const { return params_; }
   std::span<const Addresses> addresses() const { return addresses_; }
+  // Each with its algorithm, which is never 0 here.
   std::span<const offload_group_t> groups() const { return groups_; }
   // The present groups, for work that is queued. All calls return the same list until a group
   // changes.
@@ -75,6 +79,8 @@ class ParamTable {
 
  private:
   class Addition;
+  // The group with its algorithm, once all its fields have been checked.
+  Result<offload_group_t> Checked(const offload_group_t& group) const;
   using IdsByAddress = std::map<uintptr_t, uint32_t>;
   // Nodes of ids_by_address_, allocated before the first change, so that a change cannot fail half
   // way.

@@ -164,7 +164,7 @@ StateShape MakeStateShape(const ParamTable& table, const ShapeOptions& options) 
   for (uint32_t id = 0; id < table.size(); ++id) {
     const Param& param = table.param(id);
     ParamShape& shaped = shape.params[id];
-    shaped.rule = RuleOf(table.algorithm(), table.groups()[param.group].momentum);
+    shaped.rule = RuleOf(table.algorithm(id), table.groups()[param.group].momentum);
     shaped.first_norm_block = shape.norm_blocks;
     shape.norm_blocks += NormBlocksOf(param.count);
     shape.element_count += param.count;

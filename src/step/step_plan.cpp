@@ -58,7 +58,7 @@ void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
     const offload_group_t& group = request.groups[param.group];
     step_param.coefficients = CoefficientsFor(group, param.group, step);
     const ParamShape& shaped = shape_.params[id];
-    step_param.rule = RuleOfStep(table_.algorithm(), shaped.rule, group);
+    step_param.rule = RuleOfStep(group.algorithm, shaped.rule, group);
     step_param.rounding = {};
     if (shaped.stripe_count > 0)
       step_param.rounding = StochasticRounding(rounding_seed_, param.name_hash, step);
@@ -73,7 +73,7 @@ uint32_t StepPlan::CoefficientsFor(const offload_group_t& group, uint32_t group_
   Memo& memo = memos_[group_id];
   if (memo.coefficients == kNoCoefficients || memo.step != step) {
     memo = {step, static_cast<uint32_t>(coefficients_.size())};
-    coefficients_.push_back(MakeCoefficients(table_.algorithm(), group, step));
+    coefficients_.push_back(MakeCoefficients(group.algorithm, group, step));
   }
   return memo.coefficients;
 }

@@ -103,7 +103,7 @@ static const pin_t pins[] = {
     FIELD(offload_optimizer_options_t, track_changes, 96, 4),
     FIELD(offload_optimizer_options_t, reserved2, 100, 4),
 
-    STRUCT(offload_group_t, 88),
+    STRUCT(offload_group_t, 96),
     FIELD(offload_group_t, struct_size, 0, 4),
     FIELD(offload_group_t, nesterov, 4, 4),
     FIELD(offload_group_t, maximize, 8, 4),
@@ -117,6 +117,8 @@ static const pin_t pins[] = {
     FIELD(offload_group_t, dampening, 64, 8),
     FIELD(offload_group_t, lr_decay, 72, 8),
     FIELD(offload_group_t, initial_accumulator_value, 80, 8),
+    FIELD(offload_group_t, algorithm, 88, 4),
+    FIELD(offload_group_t, reserved, 92, 4),
 
     STRUCT(offload_shard_t, 56),
     FIELD(offload_shard_t, struct_size, 0, 4),

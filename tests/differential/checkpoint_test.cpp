@@ -171,11 +171,11 @@ TEST_P(CheckpointTest, ALoadBringsEveryBitAtOnce) {
   }
 }
 
-std::string AlgorithmText(const testing::TestParamInfo<int32_t>& info) {
-  return AlgorithmOf(info.param)->name;
+std::string NameOfCase(const testing::TestParamInfo<int32_t>& info) {
+  return AlgorithmText(info.param);
 }
-INSTANTIATE_TEST_SUITE_P(Algorithms, CheckpointTest, testing::ValuesIn(kAlgorithmValues),
-                         AlgorithmText);
+INSTANTIATE_TEST_SUITE_P(Algorithms, CheckpointTest, testing::ValuesIn(kAlgorithmsAndMixed),
+                         NameOfCase);
 
 // The memory that the copies of a load read, as recorded when their stream is given up.
 struct WatchedCopies {

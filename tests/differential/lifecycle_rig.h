@@ -377,7 +377,7 @@ class LifecycleRig {
 
   void MakeOptimizer() {
     auto options = Make<offload_optimizer_options_t>();
-    options.algorithm = problem_.algorithm;
+    options.algorithm = problem_.AlgorithmOfGroup(0);
     options.device_fraction = setting_.optimizer.device_fraction;
     options.chunk_elements = setting_.optimizer.chunk_elements;
     options.staging_slots = setting_.optimizer.staging_slots;

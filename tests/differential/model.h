@@ -131,11 +131,11 @@ class Model {
     if ((input.flags & OFFLOAD_STEP_FOLLOW_PARAMS) != 0) Follow(id);
     const double momentum_at_commit = problem_->groups[spec.group].momentum;
     const offload_group_t& group = input.groups[spec.group];
-    const Rule rule = group.cautious_weight_decay != 0
-                          ? Rule::kCautiousAdam
-                          : RuleOf(problem_->algorithm, momentum_at_commit);
+    const int32_t algorithm = problem_->AlgorithmOfParam(id);
+    const Rule rule = group.cautious_weight_decay != 0 ? Rule::kCautiousAdam
+                                                       : RuleOf(algorithm, momentum_at_commit);
     param.step_count += 1;
-    Coefficients coefficients = MakeCoefficients(problem_->algorithm, group, param.step_count);
+    Coefficients coefficients = MakeCoefficients(algorithm, group, param.step_count);
     coefficients.grad_factor *= verdict.grad_factor;
     UpdateSpan span{input.grads[id]->data(), param.data.data(),    param.master.data(),
                     param.moment0.data(),    param.moment1.data(), spec.count};

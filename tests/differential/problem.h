@@ -33,6 +33,19 @@ inline constexpr auto kAlgorithmValues = [] {
   for (size_t i = 0; i < values.size(); ++i) values[i] = kAlgorithms[i].value;
   return values;
 }();
+// Stands for an algorithm where each group has its own: see kMixture.
+inline constexpr int32_t kMixed = -1;
+// Those of the groups. The first one names none and has that of the options.
+inline constexpr int32_t kMixture[] = {OFFLOAD_ADAMW, OFFLOAD_ADAGRAD, OFFLOAD_SGD};
+inline constexpr auto kAlgorithmsAndMixed = [] {
+  std::array<int32_t, kAlgorithmValues.size() + 1> values{};
+  std::copy(kAlgorithmValues.begin(), kAlgorithmValues.end(), values.begin());
+  values.back() = kMixed;
+  return values;
+}();
+inline std::string AlgorithmText(int32_t algorithm) {
+  return algorithm == kMixed ? "Mixed" : AlgorithmOf(algorithm)->name;
+}
 // The algorithms take turns from seed to seed.
 inline int32_t AlgorithmOfSeed(uint64_t seed) {
   return kAlgorithmValues[seed % kAlgorithmValues.size()];
@@ -107,12 +120,17 @@ inline std::vector<StateChoice> StateChoices() {
 }
 
 struct Problem {
-  int32_t algorithm;
+  int32_t algorithm;                    // enum offload_algorithm, or kMixed
   std::vector<offload_group_t> groups;  // at commit
   std::vector<ParamSpec> params;
   std::vector<Bytes> initial;  // per param
   std::vector<StepInput> steps;
   StateChoice state = {};
+
+  int32_t AlgorithmOfGroup(uint32_t group) const {
+    return algorithm == kMixed ? kMixture[group] : algorithm;
+  }
+  int32_t AlgorithmOfParam(size_t id) const { return AlgorithmOfGroup(params[id].group); }
 };
 
 // ------------------------------------------------------------------------------------ elements --
@@ -196,8 +214,11 @@ inline constexpr uint32_t kGroupCount = 3;
 
 inline std::vector<offload_group_t> RandomGroups(int32_t algorithm, bool first, Random& random) {
   std::vector<offload_group_t> groups;
-  for (uint32_t i = 0; i < kGroupCount; ++i)
-    groups.push_back(RandomGroup(algorithm, i, first, random));
+  for (uint32_t i = 0; i < kGroupCount; ++i) {
+    const int32_t own = algorithm == kMixed ? kMixture[i] : algorithm;
+    groups.push_back(RandomGroup(own, i, first, random));
+    if (algorithm == kMixed && i > 0) groups.back().algorithm = own;
+  }
   return groups;
 }
 

@@ -162,7 +162,7 @@ class Rig {
       const RankSetting& rank = {})
       : context_(context.handle()), problem_(problem) {
     auto options = Make<offload_optimizer_options_t>();
-    options.algorithm = problem.algorithm;
+    options.algorithm = problem.AlgorithmOfGroup(0);
     options.device_fraction = setting.device_fraction;
     options.chunk_elements = setting.chunk_elements;
     options.staging_slots = setting.staging_slots;
@@ -405,7 +405,7 @@ class Rig {
   std::string StateDifference(size_t id, const Model::Param& expected) const {
     std::string difference = ArrayDifference(id, OFFLOAD_STATE_MASTER, expected.master, expected);
     if (!difference.empty()) return difference;
-    const Algorithm& row = *AlgorithmOf(problem_.algorithm);
+    const Algorithm& row = *AlgorithmOf(problem_.AlgorithmOfParam(id));
     const double momentum = problem_.groups[problem_.params[id].group].momentum;
     if (RuleOf(row.value, momentum) != row.rule) return "";  // no moments
     const std::vector<float>* moments[] = {&expected.moment0, &expected.moment1};

@@ -100,7 +100,7 @@ class Training {
     shared_grads_ = random.OneIn(2);
     MakeContext(1 + static_cast<uint32_t>(random.Below(2)));
     offload_optimizer_options_t options{};
-    options.algorithm = problem_.algorithm;
+    options.algorithm = problem_.AlgorithmOfGroup(0);
     options.device_fraction = std::vector<double>{0, 0.3, 0.7, 1}[random.Below(4)];
     options.chunk_elements = 1024;
     options.staging_slots = 2 + static_cast<uint32_t>(random.Below(3));

@@ -19,7 +19,7 @@ constexpr uint32_t kMovable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_STATES;
 // The kinds of state that a param has.
 std::vector<int32_t> KindsOf(const Problem& problem, size_t id) {
   std::vector<int32_t> kinds = {OFFLOAD_STATE_MASTER};
-  const Algorithm& row = *AlgorithmOf(problem.algorithm);
+  const Algorithm& row = *AlgorithmOf(problem.AlgorithmOfParam(id));
   const double momentum = problem.groups[problem.params[id].group].momentum;
   for (int32_t i = 0; i < kMomentsMax; ++i)
     if (RuleOf(row.value, momentum) == row.rule && row.moments[i] != kNoMoment)
@@ -30,7 +30,8 @@ std::vector<int32_t> KindsOf(const Problem& problem, size_t id) {
 std::vector<float>& ValuesOf(Model& model, const Problem& problem, size_t id, int32_t kind) {
   Model::Param& param = model.params[id];
   if (kind == OFFLOAD_STATE_MASTER) return param.master;
-  return AlgorithmOf(problem.algorithm)->moments[0] == kind ? param.moment0 : param.moment1;
+  return AlgorithmOf(problem.AlgorithmOfParam(id))->moments[0] == kind ? param.moment0
+                                                                       : param.moment1;
 }
 
 // The stored value of a number.
@@ -213,7 +214,7 @@ TEST_P(StateIo, AnyRangeIsReadAndWrittenWhereverItIs) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Algorithms, StateIo, testing::ValuesIn(kAlgorithmValues));
+INSTANTIATE_TEST_SUITE_P(Algorithms, StateIo, testing::ValuesIn(kAlgorithmsAndMixed));
 
 Problem OneParam(uint64_t count) {
   return RandomProblem(OFFLOAD_ADAMW, {{OFFLOAD_BF16, OFFLOAD_BF16, OFFLOAD_PLACE_AUTO, 0, count}},

@@ -15,8 +15,8 @@ namespace {
 
 constexpr size_t kSteps = 3;
 
-std::string AlgorithmText(const testing::TestParamInfo<int32_t>& info) {
-  return AlgorithmOf(info.param)->name;
+std::string NameOfCase(const testing::TestParamInfo<int32_t>& info) {
+  return AlgorithmText(info.param);
 }
 
 // Runs a fixed share of the cases, spread evenly, when the scale is below 1.
@@ -150,7 +150,7 @@ TEST_P(StepTest, ALearningRateOfZeroLeavesParamsAndMastersAlone) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Algorithms, StepTest, testing::ValuesIn(kAlgorithmValues), AlgorithmText);
+INSTANTIATE_TEST_SUITE_P(Algorithms, StepTest, testing::ValuesIn(kAlgorithmsAndMixed), NameOfCase);
 
 }  // namespace
 }  // namespace hybridopt

@@ -178,6 +178,29 @@ std::vector<GroupCase> FieldsOfOtherAlgorithms() {
   };
 }
 
+std::vector<GroupCase> AlgorithmsThatDoNotFit() {
+  return {
+      {"AlgorithmUnknown",
+       OFFLOAD_ADAMW,
+       {"group.algorithm is 77", "enum offload_algorithm", "or 0 for that of the options"},
+       [](auto& g) { g.algorithm = 77; }},
+      {"AlgorithmNegative",
+       OFFLOAD_ADAMW,
+       {"group.algorithm is -1", "enum offload_algorithm"},
+       [](auto& g) { g.algorithm = -1; }},
+      // The fields must be those of the group's own algorithm.
+      {"AlgorithmOfOtherFields",
+       OFFLOAD_ADAMW,
+       {"group.beta1 is", "but SGD does not use it"},
+       [](auto& g) { g.algorithm = OFFLOAD_SGD; }},
+      {"GroupReserved",
+       OFFLOAD_ADAMW,
+       {"group.reserved is 1", "expected 0"},
+       [](auto& g) { g.reserved = 1; },
+       OFFLOAD_UNSUPPORTED},
+  };
+}
+
 std::vector<GroupCase> FieldsThatDoNotFit() {
   return {
       {"AccumulatorNegative",
@@ -238,7 +261,8 @@ std::vector<GroupCase> FieldsThatDoNotFit() {
 
 std::vector<Row> GroupRows() {
   std::vector<Row> rows;
-  for (const auto& cases : {NumbersOutOfRange(), FieldsOfOtherAlgorithms(), FieldsThatDoNotFit()}) {
+  for (const auto& cases : {NumbersOutOfRange(), FieldsOfOtherAlgorithms(), FieldsThatDoNotFit(),
+                            AlgorithmsThatDoNotFit()}) {
     for (const GroupCase& one : cases) {
       const auto call = [edit = one.edit](Trainer& t) {
         offload_group_t group = t.group;
@@ -353,6 +377,14 @@ INSTANTIATE_TEST_SUITE_P(
             [](Trainer& t) {
               offload_group_t group = t.group;
               group.lr = kNan;
+              return offload_optimizer_set_group(t.optimizer, 0, &group);
+            }},
+        Row{"SetGroupOtherAlgorithm",
+            OFFLOAD_INVALID_ARGUMENT,
+            {"group.algorithm is 2 (Adam)", "group 0 was added with 1 (AdamW)", "make a new"},
+            [](Trainer& t) {
+              offload_group_t group = t.group;
+              group.algorithm = OFFLOAD_ADAM;
               return offload_optimizer_set_group(t.optimizer, 0, &group);
             }}),
     RowName);

@@ -154,7 +154,13 @@ TEST_F(CheckpointLoad, AnotherModelIsRefusedWithItsDifferences) {
 
   problem = solved_.problem;
   problem.algorithm = OFFLOAD_ADAM;
-  ExpectMismatch(problem, {"saved by AdamW, this optimizer is Adam", "OFFLOAD_LOAD_FRESH_MOMENTS"});
+  ExpectMismatch(problem,
+                 {"was saved by AdamW, here its group is Adam", "OFFLOAD_LOAD_FRESH_MOMENTS"});
+
+  // The algorithm of the param's group counts, and not that of the options.
+  problem = solved_.problem;
+  problem.groups[problem.params[1].group].algorithm = OFFLOAD_ADAM;
+  ExpectMismatch(problem, {"'param1' of rank 0 was saved by AdamW, here its group is Adam"});
 
   // The error lists only the first few.
   problem = solved_.problem;

@@ -150,6 +150,23 @@ def test_inspect_lines_up_names_of_many_bytes(sample):
     assert "head.weight.exp_avg        1100   F32         1     43  4.3 KiB" in lines
 
 
+def test_groups_that_name_their_algorithm_are_told_and_kept(tmp_path):
+    directory, dealt = tmp_path / "mixed", tmp_path / "dealt"
+    shutil.copytree(GOLDEN / "sgd-world3", directory)
+
+    def edit(manifest):
+        manifest["version"] = 3
+        manifest["groups"][0]["algorithm"] = "Signum"
+
+    edit_manifest(directory, edit)
+    assert succeed("inspect", directory).startswith("step 42, SGD (groups of Signum), fp32 state")
+    succeed("reshard", directory, dealt, "--world", "2")
+    for each in (directory, dealt):
+        told = json.loads(succeed("inspect", each, "--json"))
+        assert (told["format_version"], told["algorithm"]) == (3, "SGD")
+        assert told["groups"][0]["algorithm"] == "Signum"
+
+
 HOSTILE = {
     "\x1b]0;title\x07\x1b[2J": r"\x1b]0;title\x07\x1b[2J",
     "two\nlines\r\t\x7f": r"two\nlines\r\t\x7f",

@@ -531,18 +531,6 @@ def test_options_of_the_whole_optimizer_are_refused_when_a_group_has_got_them(op
     assert optimizer.stats().steps_applied == 2
 
 
-def test_groups_that_disagree_on_decoupled_decay_are_refused():
-    params = [Parameter(torch.ones(1)), Parameter(torch.ones(1))]
-    groups = [{"params": [params[0]]}, {"params": [params[1]], "decoupled_weight_decay": True}]
-    refused = "decoupled_weight_decay is True in some.*two optimizers"
-    with pytest.raises(ValueError, match=refused):
-        hybridopt.Adam(groups)
-    optimizer = hybridopt.Adam([{"params": [param]} for param in params])
-    optimizer.param_groups[1]["decoupled_weight_decay"] = True
-    with pytest.raises(ValueError, match=refused):
-        run(optimizer, params, [1])
-
-
 def test_nothing_to_plan_for():
     optimizer = hybridopt.AdamW([Parameter(torch.ones(1), requires_grad=False)])
     with pytest.raises(abi.InvalidStateError, match="no parameter requires a gradient"):

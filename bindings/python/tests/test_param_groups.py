@@ -1,6 +1,8 @@
 """Programs write into param groups after the optimizer has been made. The next call refuses a value or a list that
-is invalid, and changes nothing."""
+is invalid, and changes nothing. Groups may have algorithms of their own, in one optimizer."""
 
+import copy
+import inspect
 import math
 
 import pytest
@@ -8,6 +10,8 @@ import torch
 from torch.nn import Parameter
 
 import hybridopt
+from hybridopt import abi
+from hybridopt.params.hyperparameters import OWN_DEFAULTS
 from models import bits, clone, run, state_bits, told
 
 NUMBERS = {
@@ -267,3 +271,221 @@ def test_params_are_taken_out_replaced_and_added_with_their_names(named):
     ]
     names = [slot.name for slot in optimizer._engine.slots]
     assert names == (["b", "c", "d"] if named else [f"param_groups.0.{place}" for place in range(3)])
+
+
+# ------------------------------------------------------------------- algorithms of their own --
+
+CLASSES = {
+    name.lower(): getattr(hybridopt, name) for name in ("AdamW", "Adam", "SGD", "Lion", "Adagrad", "Signum")
+}
+FIRST = {"adamw": "sgd"}  # of the optimizer; for the others adamw
+MOMENTS = {
+    "adamw": {"step", "exp_avg", "exp_avg_sq"},
+    "adam": {"step", "exp_avg", "exp_avg_sq"},
+    "sgd": {"momentum_buffer"},
+    "lion": {"exp_avg"},
+    "adagrad": {"step", "sum"},
+    "signum": {"exp_avg"},
+}
+# What makes state, and differs from the defaults.
+OWN = {
+    "adamw": {"betas": (0.8, 0.95)},
+    "adam": {"betas": (0.8, 0.95)},
+    "sgd": {"momentum": 0.9, "nesterov": True},
+    "lion": {},
+    "adagrad": {"initial_accumulator_value": 0.5},
+    "signum": {"momentum": 0.5},
+}
+
+
+def some_params(seed, *, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((5, 7), (11,))]
+
+
+def give_gradients(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def steps_of(optimizer, params, count, seed=100):
+    for number in range(count):
+        give_gradients(params, seed + number)
+        optimizer.step()
+
+
+def equal(these, others):
+    return all(torch.equal(this, other) for this, other in zip(these, others, strict=True))
+
+
+def mixed(params, name, **options):
+    """The second half of the params by the algorithm of that name."""
+    half = len(params) // 2
+    own = {"params": params[half:], "algorithm": name, **OWN[name]}
+    return CLASSES[FIRST.get(name, "adamw")]([{"params": params[:half]}, own], lr=0.01, weight_decay=0.1, **options)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_defaults_are_those_of_the_class(name):
+    signature = inspect.signature(CLASSES[name].__init__).parameters
+    algorithm = next(value for value, row in abi.ALGORITHMS.items() if row.name.lower() == name)
+    own = {key: row.default for key, row in signature.items() if key in OWN_DEFAULTS[algorithm]}
+    assert own == OWN_DEFAULTS[algorithm]
+    needed = {"betas" if read.startswith("beta") else read for read in abi.ALGORITHMS[algorithm].reads}
+    assert needed - {"lr", "weight_decay", "maximize", "cautious_weight_decay"} == set(OWN_DEFAULTS[algorithm])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CLASSES)
+def test_one_optimizer_gives_the_bits_of_two(name, dtype):
+    params = some_params(1, dtype=dtype) + some_params(2, dtype=dtype)
+    first, second = some_params(1, dtype=dtype), some_params(2, dtype=dtype)
+    one = mixed(params, name)
+    others = [
+        CLASSES[FIRST.get(name, "adamw")](first, lr=0.01, weight_decay=0.1),
+        CLASSES[name](second, lr=0.01, weight_decay=0.1, **OWN[name]),
+    ]
+    before = [param.detach().clone() for param in params]
+    for number in range(3):
+        give_gradients(params, number)
+        for param, own in zip(first + second, params, strict=True):
+            param.grad = own.grad.clone()
+        one.step()
+        for other in others:
+            other.step()
+    assert equal(params, first + second)
+    assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    masters = {"master_param"} if dtype == torch.bfloat16 else set()
+    for own, alone in zip(params[2:], second, strict=True):
+        state = one.state[own]
+        assert set(state) == MOMENTS[name] | masters
+        assert all(torch.equal(state[key], others[1].state[alone][key]) for key in state)
+
+
+def test_all_groups_have_one_norm_and_one_verdict():
+    params, alike = some_params(1) + some_params(2), some_params(1) + some_params(2)
+    one, other = mixed(params, "sgd", max_grad_norm=0.5), mixed(alike, "sgd")
+    give_gradients(params, 3)
+    for param, own in zip(alike, params, strict=True):
+        param.grad = own.grad.clone()
+    norm = torch.nn.utils.clip_grad_norm_(alike, 0.5)
+    one.step()
+    other.step()
+    assert one.last_step().grad_norm == pytest.approx(norm.item(), rel=1e-6)
+    assert all(torch.allclose(own, param, rtol=1e-6) for own, param in zip(params, alike, strict=True))
+    before = [param.detach().clone() for param in params]
+    give_gradients(params, 4)
+    params[-1].grad[3] = float("inf")  # of the other group
+    one.step()
+    assert one.last_step().skipped and equal(params, before)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_checkpoint_has_all_groups(name, tmp_path):
+    params = some_params(1) + some_params(2)
+    optimizer = mixed(params, name)
+    steps_of(optimizer, params, 2)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    steps_of(optimizer, params, 2, seed=7)
+    loaded = some_params(5) + some_params(6)
+    other = mixed(loaded, name)
+    other.load_checkpoint(tmp_path / "saved")
+    steps_of(other, loaded, 2, seed=7)
+    assert equal(params, loaded)
+    # Where a group has another algorithm, its moments are others.
+    unlike = "lion" if name != "lion" else "signum"
+    third = mixed(some_params(5) + some_params(6), unlike)
+    with pytest.raises(abi.CheckpointMismatchError, match=r"was saved by \w+, here its group is \w+ \(fresh_moments=True"):
+        third.load_checkpoint(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_state_dict_has_all_groups(name):
+    params = some_params(1) + some_params(2)
+    optimizer = mixed(params, name)
+    steps_of(optimizer, params, 2)
+    loaded = [Parameter(param.detach().clone()) for param in params]
+    other = mixed(loaded, name)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, its in ((optimizer, params), (other, loaded)):
+        steps_of(each, its, 2, seed=7)
+    assert equal(params, loaded)
+    assert other.param_groups[1]["algorithm"] == name
+    foreign = mixed(loaded, "lion" if name != "lion" else "adagrad").state_dict()
+    foreign["state"] = optimizer.state_dict()["state"]
+    if name != "signum":  # which has the same moment as Lion
+        with pytest.raises(ValueError, match="the state of parameter 2 in the loaded state_dict"):
+            other_kind = mixed(loaded, "lion" if name != "lion" else "adagrad")
+            other_kind.load_state_dict(foreign)
+
+
+def test_a_state_dict_of_torch_leaves_the_algorithms():
+    params = some_params(1) + some_params(2)
+    optimizer = mixed(params, "sgd")
+    theirs = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
+    optimizer.load_state_dict(theirs.state_dict())
+    assert optimizer.param_groups[1]["algorithm"] == "sgd" and "algorithm" not in optimizer.param_groups[0]
+
+
+def test_names_and_flags_are_checked():
+    params = some_params(1)
+    for bad in ("sgdm", 3, ""):
+        with pytest.raises(ValueError, match=f"param group 0 has algorithm={bad!r}, expected one of 'adamw', 'adam'"):
+            hybridopt.AdamW([{"params": params, "algorithm": bad}])
+    with pytest.raises(ValueError, match="nesterov=True, but Lion does not use it"):
+        hybridopt.AdamW([{"params": params, "algorithm": "lion", "nesterov": True}])
+    # What only the optimizer's own algorithm has is off in the group.
+    own = {"params": params[1:], "algorithm": "AdamW"}
+    optimizer = hybridopt.SGD([{"params": params[:1]}, own], momentum=0.9, nesterov=True)
+    assert optimizer.param_groups[1]["nesterov"] is False and optimizer.param_groups[1]["eps"] == 1e-8
+    optimizer = hybridopt.AdamW(
+        [{"params": params[:1]}, {"params": params[1:], "algorithm": "sgd"}], cautious_weight_decay=True
+    )
+    assert [group["cautious_weight_decay"] for group in optimizer.param_groups] == [True, False]
+    optimizer.param_groups[1]["algorithm"] = "sdg"
+    give_gradients(params, 1)
+    with pytest.raises(ValueError, match="param group 1 has algorithm='sdg'"):
+        optimizer.step()
+
+
+def test_another_algorithm_later_begins_again():
+    params = some_params(1) + some_params(2)
+    optimizer = mixed(params, "lion")
+    steps_of(optimizer, params, 2)
+    optimizer.param_groups[1].update(algorithm="sgd", momentum=0.9, dampening=0, nesterov=False)
+    fresh = [Parameter(param.detach().clone()) for param in params[2:]]
+    alone = hybridopt.SGD(fresh, lr=0.01, weight_decay=0.1, momentum=0.9)
+    give_gradients(params, 9)
+    for param, own in zip(fresh, params[2:], strict=True):
+        param.grad = own.grad.clone()
+    optimizer.step()
+    alone.step()
+    assert equal(params[2:], fresh)
+    assert set(optimizer.state[params[2]]) == {"momentum_buffer"}
+    assert optimizer.state[params[0]]["step"] == 3
+
+
+def test_the_plan_tells_the_kinds_of_all_groups():
+    params = some_params(1) + some_params(2)
+    plan = mixed(params, "sgd").plan()
+    state = plan.state_bytes.host
+    # Arrays of 35 and 11 numbers; each begins at a multiple of 256 bytes. The buffers follow the averages.
+    assert (state["exp_avg"], state["exp_avg_sq"], state["momentum_buffer"]) == (512, 256 + 44, 256 + 44)
+
+
+def test_adam_may_decouple_the_decay_of_some_groups():
+    params, first, second = some_params(1) + some_params(2), some_params(1), some_params(2)
+    groups = [{"params": params[:2]}, {"params": params[2:], "decoupled_weight_decay": True}]
+    try:
+        one = hybridopt.Adam(groups, weight_decay=0.1)
+        others = [hybridopt.Adam(first, weight_decay=0.1), hybridopt.AdamW(second, weight_decay=0.1)]
+    except TypeError:
+        pytest.skip("torch before 2.7 has no such argument")
+    for number in range(2):
+        give_gradients(params, number)
+        for param, own in zip(first + second, params, strict=True):
+            param.grad = own.grad.clone()
+        for optimizer in (one, *others):
+            optimizer.step()
+    assert equal(params, first + second)

@@ -238,7 +238,7 @@ def test_enough_is_provoked():
     ("provoke", "text"),
     [
         (save_over_something, r"^path '.*' exists; a checkpoint never replaces anything"),
-        (load_another_algorithm, r"it was saved by .*, this optimizer is .* \(fresh_moments=True takes the weights alone\)"),
+        (load_another_algorithm, r"was saved by .*, here its group is .* \(fresh_moments=True takes the weights alone\)"),
         (load_a_checkpoint_that_is_damaged, r"is not what was written; .*the command `hybridopt verify` lists all damage"),
         (load_with_keep_steps_alone, "^keep_steps=True says what to do beside fresh_moments=True"),
         (betas_of_one, r"^param group 0: betas\[0\] is 1, expected 0 <= betas\[0\] < 1"),

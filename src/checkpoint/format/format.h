@@ -21,8 +21,9 @@ namespace hybridopt::checkpoint {
 
 // A checkpoint gets the lowest version that can represent it, so that older releases can read it
 // where possible.
-inline constexpr uint32_t kFormatVersion = 2;  // the highest of this release
+inline constexpr uint32_t kFormatVersion = 3;  // the highest of this release
 inline constexpr uint32_t kVersionOfEmptyShards = 2;
+inline constexpr uint32_t kVersionOfGroupAlgorithms = 3;
 inline constexpr char kManifestFile[] = "manifest.json";
 inline constexpr uint64_t kManifestBytesMax = uint64_t{1} << 30;
 inline constexpr uint64_t kBlockBytes = uint64_t{8} << 20;  // what this release writes
@@ -72,14 +73,20 @@ struct Manifest {
   uint32_t version = 1;
   std::string writer;  // name of the program that wrote it, for people
   uint64_t step;       // steps applied
-  int32_t algorithm;   // enum offload_algorithm
+  int32_t algorithm;   // enum offload_algorithm, of groups that name none
   bool masters_only;   // moments were left out
   std::string layout;  // formats of masters and moments: "fp32" for all in fp32
   uint32_t world;      // ranks that saved
   uint64_t block_bytes;
-  std::vector<offload_group_t> groups;  // struct_size is this release's
+  // struct_size is this release's; algorithm is 0 where it is that of the manifest.
+  std::vector<offload_group_t> groups;
   std::vector<StoredFile> files;
   std::vector<StoredParam> params;
+
+  int32_t AlgorithmOf(const StoredShard& shard) const {
+    const int32_t own = groups[shard.group].algorithm;
+    return own != 0 ? own : algorithm;
+  }
 };
 
 // "exp_avg" for OFFLOAD_STATE_EXP_AVG; NULL if `kind` is none of enum offload_state_kind.

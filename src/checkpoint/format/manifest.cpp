@@ -114,6 +114,8 @@ class ManifestWriter {
       else
         text_ += value != 0 ? "true" : "false";
     }
+    if (group.algorithm != 0)
+      text_ += std::string(",\"algorithm\":\"") + AlgorithmOf(group.algorithm)->name + "\"";
     text_ += "}";
   }
 
@@ -268,6 +270,8 @@ class ManifestReader {
     std::vector<JsonReader::Field> fields;
     for (const GroupField& field : kGroupFields)
       fields.push_back({field.name, reads[fields.size()], !IsInEveryManifest(field)});
+    const auto read_algorithm = [&] { Word(FindAlgorithm, "an algorithm", &group.algorithm); };
+    fields.push_back({"algorithm", read_algorithm, true});
     json_.Object(fields);
     return group;
   }
@@ -498,6 +502,10 @@ Status CheckManifest(const Manifest& manifest) {
   if (manifest.block_bytes < kBlockBytesMin || manifest.block_bytes % kBlockBytesMin != 0)
     return Corrupt("the manifest: block_bytes is " + std::to_string(manifest.block_bytes) +
                    ", expected a multiple of " + std::to_string(kBlockBytesMin));
+  for (const offload_group_t& group : manifest.groups)
+    if (group.algorithm != 0 && manifest.version < kVersionOfGroupAlgorithms)
+      return Corrupt("the manifest: a group names its algorithm, which version " +
+                     std::to_string(manifest.version) + " of the format does not have");
   HYBRIDOPT_TRY(CheckFiles(manifest));
   std::unordered_set<std::string_view> names;
   for (const StoredParam& param : manifest.params) {

@@ -45,10 +45,6 @@ Status LoadSources::Open(system::Files& files, const std::string& path) {
   path_ = path;
   HYBRIDOPT_ASSIGN(reader_, checkpoint::Reader::Open(files, path));
   const checkpoint::Manifest& manifest = reader_->manifest();
-  if (manifest.algorithm != table_.algorithm() && (flags_ & OFFLOAD_LOAD_FRESH_MOMENTS) == 0)
-    differences_.Add(std::string("it was saved by ") + AlgorithmOf(manifest.algorithm)->name +
-                     ", this optimizer is " + AlgorithmOf(table_.algorithm())->name +
-                     " (OFFLOAD_LOAD_FRESH_MOMENTS takes the weights alone)");
   std::unordered_map<std::string_view, const checkpoint::StoredParam*> by_name;
   for (const checkpoint::StoredParam& param : manifest.params) by_name[param.name] = &param;
   sources_.resize(table_.size());
@@ -88,10 +84,17 @@ void LoadSources::CompareParam(uint32_t id) {
 void LoadSources::CompareArrays(uint32_t id, const StoredShard& shard) {
   const std::string name = "param '" + table_.param(id).name.substr(0, 128) + "' of rank " +
                            std::to_string(shard.rank) + " ";
+  const int32_t stored = reader_->manifest().AlgorithmOf(shard);
+  if (stored != table_.algorithm(id) && (flags_ & OFFLOAD_LOAD_FRESH_MOMENTS) == 0) {
+    differences_.Add(name + "was saved by " + AlgorithmOf(stored)->name + ", here its group is " +
+                     AlgorithmOf(table_.algorithm(id))->name +
+                     " (OFFLOAD_LOAD_FRESH_MOMENTS takes the weights alone)");
+    return;
+  }
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
     if (!Wants(id, slot)) continue;
-    const int32_t kind = locator_.KindOf(slot);
+    const int32_t kind = locator_.KindOf(id, slot);
     const StoredTensor* const tensor = checkpoint::FindTensor(shard, kind);
     if (tensor == nullptr)
       differences_.Add(
@@ -106,8 +109,8 @@ void LoadSources::CompareArrays(uint32_t id, const StoredShard& shard) {
   for (const StoredTensor& tensor : shard.tensors) {
     bool kept = false;
     for (uint32_t slot = 0; slot < kStateSlots; ++slot)
-      kept =
-          kept || (Wants(id, StateSlot{slot}) && locator_.KindOf(StateSlot{slot}) == tensor.kind);
+      kept = kept ||
+             (Wants(id, StateSlot{slot}) && locator_.KindOf(id, StateSlot{slot}) == tensor.kind);
     if (!kept)
       differences_.Add(name + "has " + checkpoint::KindName(tensor.kind) +
                        ", which is not kept here");

@@ -62,7 +62,7 @@ Status LoadUnits::ForEachOf(uint32_t id, StateSlot slot,
   Extent extent{0, 0, 0};
   const auto visit_segment = [&](const checkpoint::Segment& segment) -> Status {
     const StoredTensor& tensor =
-        *checkpoint::FindTensor(shards[segment.shard], locator_.KindOf(slot));
+        *checkpoint::FindTensor(shards[segment.shard], locator_.KindOf(id, slot));
     const uint64_t element_bytes = DtypeBytes(tensor.dtype);
     for (uint64_t done = 0; done < segment.count;) {
       const uint64_t at = (segment.source + done) * element_bytes;

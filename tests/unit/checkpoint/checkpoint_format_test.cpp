@@ -96,7 +96,7 @@ TEST(ManifestTest, EndsAreCheckedBeforeTheRest) {
   ExpectRefused(Rehashed(Replaced(sample.text, "\"version\":1", "\"version\":-1")),
                 "tells no version");
   ExpectRefused(Rehashed(Replaced(sample.text, "\"version\":1", "\"version\":7")),
-                "format version 7, this release reads versions 1 to 2; use the release",
+                "format version 7, this release reads versions 1 to 3; use the release",
                 OFFLOAD_UNSUPPORTED);
 }
 
@@ -118,6 +118,30 @@ TEST(ManifestTest, AFlagThatVersionOneDidNotBeginWithIsWrittenOnlyWhereItIsSet) 
                 "true or false is expected");
   ExpectRefused(Rehashed(Replaced(sample.text, key + ":true", key + ":true," + key + ":true")),
                 "the key \"cautious_weight_decay\" stands twice");
+}
+
+TEST(ManifestTest, AGroupNamesItsAlgorithmOnlyWhereItIsNotThatOfTheManifest) {
+  const std::string key = "\"algorithm\"";
+  const Sample own;
+  EXPECT_EQ(own.text.find(key), own.text.rfind(key));
+  const Result<Manifest> alike = ParseManifest(own.text);
+  ASSERT_TRUE(alike.ok());
+  EXPECT_EQ(alike.value().groups[1].algorithm, 0);
+  EXPECT_EQ(alike.value().AlgorithmOf(alike.value().params[2].shards[0]), OFFLOAD_ADAMW);
+
+  Sample sample;
+  sample.manifest.version = kVersionOfGroupAlgorithms;
+  sample.manifest.groups[1].algorithm = OFFLOAD_LION;
+  sample.Fill();
+  const Result<Manifest> read = ParseManifest(sample.text);
+  ASSERT_TRUE(read.ok()) << read.status().message();
+  EXPECT_EQ(read.value().AlgorithmOf(read.value().params[0].shards[0]), OFFLOAD_ADAMW);
+  EXPECT_EQ(read.value().AlgorithmOf(read.value().params[2].shards[0]), OFFLOAD_LION);
+  EXPECT_EQ(EncodeManifest(read.value()).value(), sample.text);
+  ExpectRefused(Rehashed(Replaced(sample.text, key + ":\"Lion\"", key + ":\"Tiger\"")),
+                "\"Tiger\" is not an algorithm this release knows");
+  ExpectRefused(Rehashed(Replaced(sample.text, "\"version\":3", "\"version\":2")),
+                "a group names its algorithm, which version 2 of the format does not have");
 }
 
 TEST(ManifestTest, AShardWithoutElementsTellsAStepCountAndNothingElse) {

@@ -208,6 +208,8 @@ pub struct offload_group_t {
     pub dampening: f64,
     pub lr_decay: f64,
     pub initial_accumulator_value: f64,
+    pub algorithm: i32,
+    pub reserved: u32,
 }
 default_is_zero!(offload_group_t);
 

@@ -1,11 +1,14 @@
 //! Groups of params. Written by generate_abi.py; do not edit.
 
+use crate::algorithm::Algorithm;
 use hybridopt_sys as sys;
 
 /// Hyperparameters, as PyTorch names and means them. There are no silent defaults: `Default` is all
 /// zero, and a field that the algorithm does not use must stay zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Group {
+    /// None: that of the optimizer. set_group cannot change it.
+    pub algorithm: Option<Algorithm>,
     /// All algorithms.
     pub lr: f64,
     /// AdamW, Adam, Lion; in [0, 1).
@@ -36,6 +39,7 @@ pub struct Group {
 impl Group {
     pub(crate) fn raw(&self) -> sys::offload_group_t {
         sys::offload_group_t {
+            algorithm: self.algorithm.map_or(0, Algorithm::raw),
             lr: self.lr,
             beta1: self.beta1,
             beta2: self.beta2,

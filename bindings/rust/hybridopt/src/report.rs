@@ -422,7 +422,7 @@ impl From<&sys::offload_stats_t> for Stats {
 pub struct CheckpointInfo {
     /// Of the manifest.
     pub format_version: u32,
-    /// Of enum offload_algorithm.
+    /// Of enum offload_algorithm, that of the optimizer's options.
     pub algorithm: i32,
     /// Of enum offload_save_flag, or-ed.
     pub save_flags: u32,

@@ -134,13 +134,17 @@ fn other_algorithms_step() -> Result<()> {
         ),
     ];
     for (algorithm, group, expected) in cases {
-        let context = Context::host()?;
-        let mut adding = Optimizer::builder(&context, algorithm).create()?;
-        let id = adding.add_group(&group)?;
-        let x = adding.add_param(Param::new("x", id, vec![1f32]).grad(vec![2f32]))?;
-        let mut optimizer = adding.commit()?;
-        optimizer.step(&StepOptions::default())?;
-        assert!((optimizer.data::<f32>(x)?[0] - expected).abs() < 1e-6, "{algorithm:?}");
+        let other = if algorithm == Algorithm::Sgd { Algorithm::AdamW } else { Algorithm::Sgd };
+        // The optimizer has the algorithm, or the group names it.
+        for (of_optimizer, of_group) in [(algorithm, None), (other, Some(algorithm))] {
+            let context = Context::host()?;
+            let mut adding = Optimizer::builder(&context, of_optimizer).create()?;
+            let id = adding.add_group(&Group { algorithm: of_group, ..group })?;
+            let x = adding.add_param(Param::new("x", id, vec![1f32]).grad(vec![2f32]))?;
+            let mut optimizer = adding.commit()?;
+            optimizer.step(&StepOptions::default())?;
+            assert!((optimizer.data::<f32>(x)?[0] - expected).abs() < 1e-6, "{algorithm:?}");
+        }
     }
     Ok(())
 }

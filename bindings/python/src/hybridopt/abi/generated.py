@@ -258,6 +258,8 @@ class offload_group_t(Struct):
     dampening: float
     lr_decay: float
     initial_accumulator_value: float
+    algorithm: int
+    reserved: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("nesterov", ctypes.c_int32),
@@ -272,6 +274,8 @@ class offload_group_t(Struct):
         ("dampening", ctypes.c_double),
         ("lr_decay", ctypes.c_double),
         ("initial_accumulator_value", ctypes.c_double),
+        ("algorithm", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
     ]
 
 

@@ -18,7 +18,6 @@ from .. import abi
 from ..base.modes import current_stream, in_no_mode
 from ..params.bound import Bound
 from ..params.members import Member
-from ..params.moments import COUNTED
 from ..params.registered import Registered, Slot, Wanted
 from ..params.released_storages import ReleasedStorage
 from ..params.tensors import LOW_DTYPES, gradient_of, local, version_of
@@ -47,7 +46,7 @@ class Engine:
         self.device = device
         self.history = history
         self.movable: int = options.get("movable", 0)  # enum offload_movable, or-ed
-        self.handle = abi.Optimizer(context, algorithm=wanted.algorithm, **options)
+        self.handle = abi.Optimizer(context, algorithm=wanted.groups[0]["algorithm"], **options)
         low_dtype = LOW_DTYPES.get(options.get("master_layout", 0))
         self.registered = Registered(self.handle, device, wanted, members, low_dtype)
         self.slots = self.registered.slots
@@ -124,16 +123,21 @@ class Engine:
         """The step counts of params whose state has no `step` in torch. The random bits that round bf16 moments
         depend on the count: if the count began again, these bits would repeat. The count is 0 if materialize() has
         put moments from before the first step into `state`."""
-        if self.registered.algorithm in COUNTED:
+        uncounted = self._uncounted()
+        if not uncounted:
             return {}
-        self._count_loaded_moments(self.slots)
+        self._count_loaded_moments(uncounted)
         self.wait()
-        counts = {slot: self._stored_count(slot) for slot in self.slots if slot.moments}
+        counts = {slot: self._stored_count(slot) for slot in uncounted}
         return {
             slot.param: count
             for slot, count in counts.items()
             if count > 0 or self.shown.is_in(slot, state)
         }
+
+    def _uncounted(self) -> list[Slot]:
+        """The slots with moments whose step count `state` does not have."""
+        return [slot for slot in self.slots if slot.moments and not slot.is_counted]
 
     def hidden_count(self, slot: Slot) -> int:
         """The step count for a param whose moments are loaded without one: the stored count, else that of the
@@ -144,9 +148,7 @@ class Engine:
         """Shows the state of all slots, those that have had no step among them."""
         self.shown.note_due(self.slots)
         self.show(state)
-        if self.registered.algorithm not in COUNTED:
-            with_moments = (slot for slot in self.slots if slot.moments)
-            self._unstepped = {slot for slot in with_moments if self._stored_count(slot) == 0}
+        self._unstepped = {slot for slot in self._uncounted() if self._stored_count(slot) == 0}
 
     def _count_loaded_moments(self, slots: Iterable[Slot]) -> None:
         """Counts one step for params whose moments other code has written before their first step: otherwise their

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..base.modes import without_collection
 from ..engine.engine import Engine
-from ..params.moments import COUNTED
+from ..params.moments import MOMENTS_OF_ANY
 from ..params.registered import MASTER, MASTER_LOW, Slot
 from ..params.tensors import LOW_DTYPES, local_part
 
@@ -76,19 +76,27 @@ def start_again(engine: Engine, slot: Slot) -> None:
         engine.state_memory.write(slot, kind, value)
 
 
+def drop_state_of_others(slot: Slot, entry: dict[str, Any]) -> None:
+    """Takes out what the algorithm that the group had before has left."""
+    for key in MOMENTS_OF_ANY.keys() - slot.moments.keys():
+        entry.pop(key, None)
+    if not slot.is_counted:
+        entry.pop("step", None)
+
+
 def adopt_entry(
     engine: Engine, slot: Slot, entry: dict[str, Any], state: dict[Tensor, Any]
 ) -> None:
     def part_of(value: Tensor) -> Tensor:
         return local_part(value, slot.param)
 
-    is_counted = engine.registered.algorithm in COUNTED
     moments = {key: entry.get(key) for key in slot.moments}
-    count = int(entry.get("step", 0)) if is_counted else engine.hidden_count(slot)
+    count = int(entry.get("step", 0)) if slot.is_counted else engine.hidden_count(slot)
     if moments and all(value is None for value in moments.values()):
-        if is_counted and count > 0:
+        if slot.is_counted and count > 0:
             refuse(slot, f"has step {count} but lacks {', '.join(moments)}")
         choose_master(engine, slot, entry)
+        drop_state_of_others(slot, entry)
         start_again(engine, slot)
         engine.masters.adopt(slot, entry, part_of)
         # Otherwise the next step would reset the state again, unless `state` is read before it.

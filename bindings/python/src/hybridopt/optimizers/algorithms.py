@@ -85,14 +85,8 @@ class Adam(OffloadOptimizer, torch.optim.Adam):
             **(decoupled if _ADAM_HAS_DECOUPLED else {}),
         )
 
-    def _algorithm(self) -> int:
-        decoupled = {bool(group.get("decoupled_weight_decay")) for group in self.param_groups}
-        if len(decoupled) > 1:
-            raise ValueError(
-                "decoupled_weight_decay is True in some param groups and False in others; make two "
-                "optimizers"
-            )
-        return abi.OFFLOAD_ADAMW if decoupled.pop() else abi.OFFLOAD_ADAM
+    def _algorithm(self, group: dict[str, Any]) -> int:
+        return abi.OFFLOAD_ADAMW if group.get("decoupled_weight_decay") else abi.OFFLOAD_ADAM
 
 
 @with_options
@@ -151,8 +145,8 @@ class AdamW(OffloadOptimizer, torch.optim.AdamW):
         if cautious_weight_decay is not False:  # otherwise groups and state_dicts are the same as torch's
             self.defaults["cautious_weight_decay"] = cautious_weight_decay
             self._fill_groups()
-            for index, group in enumerate(self.param_groups):
-                hyperparameters_of(abi.OFFLOAD_ADAMW, index, group)
+            for index, algorithm in enumerate(self._algorithms_of(self.param_groups)):
+                hyperparameters_of(algorithm, index, self.param_groups[index])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -164,7 +158,7 @@ class AdamW(OffloadOptimizer, torch.optim.AdamW):
             for group in self.param_groups:
                 group.setdefault("cautious_weight_decay", self.defaults["cautious_weight_decay"])
 
-    def _algorithm(self) -> int:
+    def _algorithm(self, group: dict[str, Any]) -> int:
         return abi.OFFLOAD_ADAMW
 
 
@@ -217,7 +211,7 @@ class SGD(OffloadOptimizer, torch.optim.SGD):
             fused=fused,
         )
 
-    def _algorithm(self) -> int:
+    def _algorithm(self, group: dict[str, Any]) -> int:
         return abi.OFFLOAD_SGD
 
 
@@ -298,7 +292,7 @@ class Lion(_FromPaper):
         }
         self._start(params, options, lr, weight_decay, switches, betas=betas)
 
-    def _algorithm(self) -> int:
+    def _algorithm(self, group: dict[str, Any]) -> int:
         return abi.OFFLOAD_LION
 
 
@@ -344,7 +338,7 @@ class Signum(_FromPaper):
         }
         self._start(params, options, lr, weight_decay, switches, momentum=momentum)
 
-    def _algorithm(self) -> int:
+    def _algorithm(self, group: dict[str, Any]) -> int:
         return abi.OFFLOAD_SIGNUM
 
 
@@ -421,5 +415,5 @@ class Adagrad(OffloadOptimizer, torch.optim.Adagrad):
                     dict.__setitem__(self._state, param, entry)
                 seen.add(param)
 
-    def _algorithm(self) -> int:
+    def _algorithm(self, group: dict[str, Any]) -> int:
         return abi.OFFLOAD_ADAGRAD

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from ..engine.engines import Engines
 from ..traps.clipping import NOTHING_TO_CLIP, note_taken, note_used, taken_by
 from ..hiding.gradient_hooks import GradientHooks, refuse_held_accumulators
 from ..hiding.overlap import Overlap
-from ..params.hyperparameters import check_arguments, hyperparameters_of
+from ..params.hyperparameters import check_arguments, hyperparameters_of, named_algorithm, with_own_defaults
 from ..params.members import Member, has_gradient, members_of, named
 from ..params.registered import Slot, Wanted, wide_gradients
 from ..params.tensors import set_gradient
@@ -55,9 +56,17 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
     _overlap: Overlap | None = None
     _says_whether_to_clip = False
 
-    def _algorithm(self) -> int:
-        """enum offload_algorithm. Subclasses implement it."""
+    def _algorithm(self, group: dict[str, Any]) -> int:
+        """enum offload_algorithm, of a param group that names none. Subclasses implement it."""
         raise NotImplementedError
+
+    def _algorithms_of(self, param_groups: list[dict[str, Any]]) -> list[int]:
+        """enum offload_algorithm, of each group."""
+        named = itertools.starmap(named_algorithm, enumerate(param_groups))
+        return [
+            self._algorithm(group) if algorithm is None else algorithm
+            for group, algorithm in zip(param_groups, named)
+        ]
 
     @property
     def _engine(self) -> Engine | None:
@@ -82,10 +91,11 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. If there have been steps, the state moves to new memory with room for the new params.
         Until that is done it takes twice the memory."""
-        super().add_param_group(param_group)
+        super().add_param_group(with_own_defaults(len(self.param_groups), param_group))
         try:
             index, group = len(self.param_groups) - 1, self.param_groups[-1]
-            check_group(index, group, self._algorithm(), self._options, type(self).__name__)
+            algorithm = self._algorithms_of(self.param_groups)[index]
+            check_group(index, group, algorithm, self._options, type(self).__name__)
             if self._hooks is not None:
                 refuse_held_accumulators(named(index, group))
                 engine = self._prepare(always=True)  # hooks the new params too
@@ -263,10 +273,11 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
 
     def _wanted(self) -> Wanted:
         """What an engine must fit now. Raises if the groups are invalid."""
-        algorithm, groups = self._algorithm(), self.param_groups
+        groups, algorithms = self.param_groups, self._algorithms_of(self.param_groups)
         for index, group in enumerate(groups):
             check_values(index, group, type(self).__name__)
-        return Wanted(algorithm, [hyperparameters_of(algorithm, *each) for each in enumerate(groups)], groups)
+        fields = [hyperparameters_of(algorithm, *each) for algorithm, each in zip(algorithms, enumerate(groups))]
+        return Wanted(fields, groups)
 
     def _committed_engine(self, known: dict[Tensor, Slot], wanted: Wanted, always: bool) -> Engine | None:
         """A new engine; None while there is nothing to update. `known` has the slots of the engine before it,

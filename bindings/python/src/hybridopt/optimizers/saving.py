@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from ..base.checks import shown
 from ..base.modes import in_no_mode
 from ..engine.engine import Engine
 from ..engine.engines import Engines
+from ..params.moments import COUNTED
 from ..params.tensors import like_param
 from ..settings.groups import check_group, refuse_fsdp1_in
 from ..settings.options import OffloadOptions
@@ -39,7 +41,7 @@ class Saving(torch.optim.Optimizer):
     _says_whether_to_clip: bool
     _state: State
 
-    def _algorithm(self) -> int:
+    def _algorithms_of(self, param_groups: list[dict[str, Any]]) -> list[int]:
         raise NotImplementedError
 
     def _ready_engine(self, binds_params: bool = True) -> Engine:
@@ -109,9 +111,20 @@ class Saving(torch.optim.Optimizer):
             self._history = History()
             self._engines = Engines(self._history)
         self._engines.counts = state.pop("_hidden_counts", self._engines.counts)
-        if "state" in state:
-            self.state = state.pop("state")
+        content = state.pop("state", None)
+        # torch's classes look for a step count in all entries, which some groups' algorithms do not have.
+        uncounted = set() if content is None else self._uncounted_in(state.get("param_groups", []))
+        if content is not None:
+            self.state = {key: entry for key, entry in content.items() if key not in uncounted}
         super().__setstate__(state)
+        if uncounted:
+            self.state = content
+
+    def _uncounted_in(self, groups: list[dict[str, Any]]) -> set[Tensor]:
+        """The params whose entries of `state` have no step count."""
+        algorithms = self._algorithms_of(groups)
+        of_groups = (group["params"] for group, each in zip(groups, algorithms) if each not in COUNTED)
+        return set(itertools.chain.from_iterable(of_groups))
 
     # ---------------------------------------------------------------------------- state_dicts --
 
@@ -145,9 +158,10 @@ class Saving(torch.optim.Optimizer):
             if changed is not None:
                 state_dict = changed
         groups = loading.groups_of(state_dict, self.param_groups, self.defaults, self._kind())
-        for index, group in enumerate(groups):
-            check_group(index, group, self._algorithm(), self._options, type(self).__name__)
-        state = loading.state_of(state_dict, self.param_groups, self._algorithm(), self._kind())
+        algorithms = self._algorithms_of(groups)
+        for index, (group, algorithm) in enumerate(zip(groups, algorithms)):
+            check_group(index, group, algorithm, self._options, type(self).__name__)
+        state = loading.state_of(state_dict, self.param_groups, algorithms, self._kind())
         self._engines.forget_unstepped()
         self.__setstate__({"state": state, "param_groups": groups})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

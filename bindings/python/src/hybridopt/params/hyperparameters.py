@@ -13,12 +13,46 @@ from ..base.checks import is_number, is_switch, shown
 
 BETAS = ("beta1", "beta2")
 
+_BY_NAME = {row.name.lower(): value for value, row in abi.ALGORITHMS.items()}
+
+# What a group that names its algorithm may leave out, beside lr, weight_decay and maximize, which all
+# algorithms have and which the optimizer's arguments give: the defaults of hybridopt's class of that name.
+OWN_DEFAULTS: dict[int, dict[str, Any]] = {
+    abi.OFFLOAD_ADAMW: {"betas": (0.9, 0.999), "eps": 1e-8},
+    abi.OFFLOAD_ADAM: {"betas": (0.9, 0.999), "eps": 1e-8},
+    abi.OFFLOAD_SGD: {"momentum": 0, "dampening": 0, "nesterov": False},
+    abi.OFFLOAD_LION: {"betas": (0.9, 0.99)},
+    abi.OFFLOAD_ADAGRAD: {"lr_decay": 0, "initial_accumulator_value": 0, "eps": 1e-10},
+    abi.OFFLOAD_SIGNUM: {"momentum": 0.9},
+}
+
+
+def named_algorithm(index: int, group: dict[str, Any]) -> int | None:
+    """The algorithm (enum offload_algorithm) that a param group names; None if it names none."""
+    name = group.get("algorithm")
+    if name is None:
+        return None
+    if not isinstance(name, str) or name.lower() not in _BY_NAME:
+        names = ", ".join(map(repr, _BY_NAME))
+        raise ValueError(f"param group {index} has algorithm={shown(name)}, expected one of {names}")
+    return _BY_NAME[name.lower()]
+
+
+def with_own_defaults(index: int, group: dict[str, Any]) -> dict[str, Any]:
+    """The group with the hyperparameters of the algorithm that it names. What the optimizer's own algorithm has and
+    this one has not is off."""
+    algorithm = named_algorithm(index, group) if isinstance(group, dict) else None
+    if algorithm is None:
+        return group  # torch refuses what is no dict
+    off = {name: False for name in abi.GROUP_FLAGS if name not in abi.ALGORITHMS[algorithm].reads}
+    return {**off, **OWN_DEFAULTS[algorithm], **group}
+
 
 def hyperparameters_of(algorithm: int, index: int, group: dict[str, Any]) -> dict[str, Any]:
-    """The fields of offload_group_t that the algorithm reads. Refuses values that are not numbers, flags that are
+    """The algorithm and the fields of offload_group_t that it reads. Refuses values that are not numbers, flags that are
     neither True nor False, and flags that the algorithm does not use: torch would accept these silently."""
     row = abi.ALGORITHMS[algorithm]
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"algorithm": algorithm}
     for name in abi.GROUP_FLAGS:
         value = group.get(name, False)
         if not is_switch(value):

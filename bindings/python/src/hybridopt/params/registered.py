@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import abi
 from .members import Member, check_params, named, takes_part
-from .moments import moments_of
+from .moments import COUNTED, moments_of
 from .strides import is_dense, is_same_order
 from .tensors import DTYPES, arranged, gradient_dtype, gradient_of, local, local_gradient
 
@@ -33,7 +33,7 @@ class Slot:
     __slots__ = (
         *("id", "param", "device", "name", "group", "chunk_order", "shard", "dtype", "grad_dtype"),
         *("shape", "count", "bytes", "copy", "stride", "row_major", "low_dtype", "split", "has_master"),
-        *("moments", "kinds", "is_plain"),
+        *("moments", "kinds", "is_plain", "is_counted"),
     )
 
     def __init__(
@@ -41,7 +41,7 @@ class Slot:
         id: int,
         member: Member,
         device: torch.device,
-        moments: dict[str, int],
+        group: dict[str, Any],
         low_dtype: torch.dtype | None,
     ) -> None:
         current = local(member.param)
@@ -73,8 +73,9 @@ class Slot:
         own_master = self.dtype != torch.float32 or device.type != "cpu"
         # The param itself is the upper half of a split master, so that needs no update.
         self.has_master = own_master and not self.split
-        self.moments = moments
-        self.kinds = dict(moments)  # every kind of state that `state` shows, by its name
+        self.is_counted = group["algorithm"] in COUNTED  # `state` has a step count
+        self.moments = moments_of(group)
+        self.kinds = dict(self.moments)  # every kind of state that `state` shows, by its name
         if self.split:
             self.kinds[MASTER_LOW] = abi.OFFLOAD_STATE_MASTER_LOW
         elif self.dtype != torch.float32:  # an fp32 param has the bits of its master: none is shown
@@ -188,8 +189,7 @@ def wide_gradients(slot_of: dict[Tensor, Slot]) -> dict[Tensor, bool]:
 class Wanted(NamedTuple):
     """What an optimizer of the library must fit."""
 
-    algorithm: int
-    groups: list[dict[str, Any]]  # the hyperparameters of each param group, as fields of offload_group_t
+    groups: list[dict[str, Any]]  # algorithm and hyperparameters of each, as fields of offload_group_t
     param_groups: list[dict[str, Any]]  # torch's
 
 
@@ -232,14 +232,12 @@ class Registered:
         low_dtype: torch.dtype | None,
     ) -> None:
         self._handle = handle
-        self.algorithm = wanted.algorithm
         self.groups = [dict(group) for group in wanted.groups]  # hyperparameters, as the library knows them
         for index, group in enumerate(wanted.groups):
             with _naming_group(index):
                 handle.add_group(**group)
-        moments = [moments_of(self.algorithm, group) for group in wanted.groups]
         self.slots = [
-            Slot(id, member, device, moments[member.group], low_dtype)
+            Slot(id, member, device, wanted.groups[member.group], low_dtype)
             for id, member in enumerate(members)
         ]
         self.slot_of = {slot.param: slot for slot in self.slots}
@@ -272,11 +270,13 @@ class Registered:
         )
 
     def difference(self, wanted: Wanted) -> str:
-        """What differs from the registered params, groups and algorithm; "" if nothing does."""
-        if len(wanted.groups) != len(self.groups) or wanted.algorithm != self.algorithm:
+        """What differs from the registered params and groups; "" if nothing does."""
+        if len(wanted.groups) != len(self.groups):
             return "param groups are others"
         for new, old in zip(wanted.groups, self.groups):
-            if moments_of(self.algorithm, new) != moments_of(self.algorithm, old):
+            if new["algorithm"] != old["algorithm"]:
+                return "a param group has another algorithm"
+            if moments_of(new) != moments_of(old):
                 return "a param group has got its first momentum, or has none any more"
         if self._has_params_of_before(wanted.param_groups):
             return ""

@@ -6,9 +6,7 @@ from copy import deepcopy
 from itertools import chain
 from typing import Any
 
-from ..params.moments import COUNTED, MOMENTS
-
-_MOMENTS_OF_ANY = {name: None for moments in MOMENTS.values() for name in moments}
+from ..params.moments import COUNTED, MOMENTS, MOMENTS_OF_ANY
 
 Groups = list[dict[str, Any]]
 
@@ -29,13 +27,21 @@ def groups_of(state_dict: dict[str, Any], own_groups: Groups, defaults: dict[str
         loaded["params"] = own["params"]
         if "param_names" in own:
             loaded.setdefault("param_names", own["param_names"])
+        if "algorithm" in own and "algorithm" not in loaded:  # torch's state_dicts have none
+            groups[index] = {**own, **loaded}
     return groups
 
 
-def state_of(state_dict: dict[str, Any], own_groups: Groups, algorithm: int, kind: str) -> dict[Any, Any]:
-    """The state of a state_dict, by the params of this optimizer. groups_of() has compared the groups."""
+def state_of(state_dict: dict[str, Any], own_groups: Groups, algorithms: list[int], kind: str) -> dict[Any, Any]:
+    """The state of a state_dict, by the params of this optimizer. groups_of() has compared the groups; `algorithms`
+    are theirs."""
+    algorithm_of = {
+        key: algorithm
+        for group, algorithm in zip(state_dict["param_groups"], algorithms)
+        for key in group["params"]
+    }
     for key, entry in state_dict["state"].items():
-        check_entry(kind, key, entry, algorithm)
+        check_entry(kind, key, entry, algorithm_of.get(key, algorithms[0]))
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     param_of = dict(zip(keys, chain.from_iterable(group["params"] for group in own_groups)))
     return {
@@ -66,7 +72,7 @@ def check_entry(kind: str, key: object, entry: Any, algorithm: int) -> None:
         return
     moments = MOMENTS[algorithm]
     foreign = [
-        name for name in _MOMENTS_OF_ANY if name not in moments and entry.get(name) is not None
+        name for name in MOMENTS_OF_ANY if name not in moments and entry.get(name) is not None
     ]
     missing = [name for name in moments if entry.get(name) is None]
     stepped = algorithm in COUNTED and float(entry.get("step", 0)) > 0

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .. import abi
 from ..base.modes import without_collection
-from ..params.moments import COUNTED
 from ..params.registered import MASTER, Registered, Slot
 from ..params.tensors import like_param, local
 from .entries import Entry, Snapshot
@@ -51,7 +50,6 @@ class Shown:
         self._slots = registered.slots
         self._slot_of = registered.slot_of
         self._state_memory = state_memory
-        self._is_counted = registered.algorithm in COUNTED
         self._of: dict[Slot, Exhibit] = {}  # of the slots whose state has been published
         self._with_copies: set[Slot] = set()
         self._unpublished = set(filter(self._has_state, self._slots))
@@ -73,13 +71,13 @@ class Shown:
         return sorted(slots, key=lambda slot: slot.id)
 
     def _has_state(self, slot: Slot) -> bool:
-        return bool(slot.kinds) or self._is_counted
+        return bool(slot.kinds) or slot.is_counted
 
     def publish(self, slot: Slot, state: dict[Tensor, Any]) -> None:
         """Puts views of a param's state into its entry of `state`. The caller has waited for everything queued."""
         exhibit = self.of(slot)
         self._snapshot = None
-        if self._is_counted:
+        if slot.is_counted:
             exhibit.views["step"] = self.count_views[slot.id]
         for key, kind in slot.kinds.items():
             if key not in exhibit.views:

@@ -92,6 +92,8 @@ pub fn table() -> Table {
         dampening,
         lr_decay,
         initial_accumulator_value,
+        algorithm,
+        reserved,
     });
     fields!(table, offload_shard_t {
         struct_size,
