@@ -12,6 +12,25 @@
  *   offload_optimizer_step      queues one update and returns a ticket
  *   offload_optimizer_wait      waits for the ticket
  *
+ * BY TASK
+ *
+ *   begin with one call         offload_create_all of offload_simple.h
+ *   ask what fits, before       offload_optimizer_plan, offload_stash_plan
+ *   wait for a step             offload_optimizer_wait; a stream: offload_optimizer_stream_wait
+ *   see what a step did         offload_optimizer_step_result, offload_optimizer_get_stats
+ *   change a learning rate      offload_optimizer_set_group
+ *   move state while training   offload_optimizer_set_device_fraction
+ *   read or replace state       offload_optimizer_read_state, _write_state; offload_optimizer_state
+ *   load weights from outside   offload_optimizer_refresh_masters
+ *   give the device away        offload_optimizer_offload_params, _grads, _states, then _reload_...
+ *   let gradients leave early   offload_optimizer_offload_grads, offload_optimizer_grads_to_keep
+ *   save and resume             offload_optimizer_save, _load; offload_checkpoint_newest
+ *   look into a checkpoint      offload_checkpoint_inspect, offload_checkpoint_verify
+ *   train over several ranks    offload_comm_t; tables of it: offload_mpi.h, offload_nccl.h
+ *   publish changed weights     offload_optimizer_changes, offload_optimizer_acknowledge_changes
+ *   put activations aside       offload_stash_create, offload_stash_push
+ *   try it without a GPU        OFFLOAD_DEVICE_SIM, offload_device_alloc, offload_stream_run
+ *
  * RULES FOR ALL FUNCTIONS
  *
  * Status.    Every function that can fail returns an int32_t status, OFFLOAD_OK (0) on success.
@@ -64,6 +83,12 @@
  *            mode, no memory policy, no environment variable. It reads the environment variables
  *            HYBRIDOPT_ISA, LOCAL_RANK and LOCAL_WORLD_SIZE (see offload_context_create) and no
  *            others.
+ * Zero.      A ticket of 0 is: for offload_optimizer_wait and _stream_wait everything that has been
+ *            queued so far; for offload_optimizer_step_result the last step that was queued; for
+ *            offload_stash_wait the copies of all tickets; from offload_stash_push no ticket, since
+ *            nothing was taken. A list of params that is NULL means all params. A list that is not
+ *            NULL and has a count of 0 means all params for offload_optimizer_stream_wait, and no
+ *            param for offload_move_options_t.
  * Units.     A count is a number of elements, bytes are bytes, times are in nanoseconds (_ns) or
  *            seconds (_seconds).
  *
@@ -209,7 +234,7 @@ typedef struct offload_context* offload_context_t;
 typedef struct offload_optimizer* offload_optimizer_t;
 typedef struct offload_stash* offload_stash_t;
 
-/* A point on an optimizer's timeline. 0 stands for all work that has been queued so far. No other
+/* A point on an optimizer's timeline. What 0 stands for is told under "Zero" at the top. No other
  * optimizer of the process has had or will have the same ticket. */
 typedef uint64_t offload_ticket_t;
 

@@ -18,6 +18,15 @@ sed -n '/begin-plain-c99/,/end-plain-c99/p' "$header" >"$scratch/plain"
 ! grep -n '^[[:space:]]*#' "$scratch/plain" || fail "a preprocessor line in the plain part"
 echo "the plain part has no preprocessor line"
 
+# The index at the top names what there is.
+names=$(sed -n '/^ \* BY TASK/,/^ \* RULES FOR ALL/p' "$header" | grep -oiE '\boffload_[a-z_]*[a-z](\.h)?' | sort -u)
+(($(wc -w <<<"$names") > 20)) || fail "the index by task was not found"
+for name in $names; do
+  [[ -e $1/include/$name ]] || grep -qwE "$name|${name}_(params|grads|states)" "$scratch/plain" "$1/include/offload_simple.h" ||
+    fail "the index by task names $name, which is not declared"
+done
+echo "the index by task names functions that are declared"
+
 # Each header compiles alone, as the first include of a program.
 echo '#include "offload_simple.h"' >"$scratch/only.c"
 cp "$scratch/only.c" "$scratch/only.cpp"
