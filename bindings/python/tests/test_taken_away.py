@@ -505,6 +505,46 @@ def test_a_move_that_is_cut_off_anywhere_is_undone_or_finished(move, way_on):
         assert everything(model, optimizer) == expected, line
 
 
+@pytest.mark.parametrize("overlaps", [True, False], ids=["overlap", "waits"])
+@pytest.mark.parametrize("hooks", [True, False], ids=["hooks", "plain"])
+def test_a_step_that_is_cut_off_anywhere_is_made_or_not(overlaps, hooks):
+    """`state` tells the same step counts as the library has, and the run goes on from there."""
+
+    def trained(steps):
+        model, optimizer = made(movable=("grads",), max_grad_norm=0.5)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            one_backward(model)
+            optimizer.step()
+        return model, optimizer
+
+    expected = {steps + 1: everything(*trained(steps + 1)) for steps in (2, 3)}
+    for line in range(1 + drawn_seeds(1)[0] % 13, 1 << 20, 13):
+        model, optimizer = made(movable=("grads",), max_grad_norm=0.5)
+        if hooks:
+            optimizer.hook_gradients()
+        if overlaps:
+            optimizer.overlap(model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            one_backward(model)
+            optimizer.step()
+        optimizer.zero_grad()
+        one_backward(model)
+        if not cut_off(optimizer.step, line):
+            assert line > 90
+            return
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        optimizer._engine.wait()
+        made_steps = {optimizer._engine._stored_count(slot) for slot in optimizer._engine.slots}
+        assert made_steps in ({2}, {3})
+        one_backward(model)
+        optimizer.step()
+        optimizer.synchronize()
+        assert everything(model, optimizer) == expected[made_steps.pop() + 1], line
+
+
 MODES = ("all leave", "some stay", "micro-batches", "accumulate")
 
 

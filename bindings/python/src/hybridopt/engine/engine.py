@@ -74,6 +74,7 @@ class Engine:
         self.counts_before: dict[Tensor, int] = {}  # hidden_counts() of the engine before this one
         # Slots that materialize() shows before their first step and whose step count `state` does not have.
         self._unstepped: set[Slot] = set()
+        self.may_miscount = False  # until the steps of the library and the counts in `state` are the same again
 
     def is_as_checked(self, param_groups: list[dict[str, Any]]) -> bool:
         """Whether the engine fits and nothing has changed, so that it need not be updated."""
@@ -195,11 +196,12 @@ class Engine:
         self.bound.note_written_in_place(active)
         self.see_versions()
         gradients = self.bound.gradients()
-        self.bound.note_queued()
-        self.bound.release()
         if self.under_way is None:
             self.under_way = UnderWay(self.handle, self.steps, self.device, self.slots, self._note_end)
         self.under_way.begin(ticket, active, gradients, aliases, keeper)
+        # Last: an exception may have ended this before, and the library reads the gradients until the step has ended.
+        self.bound.note_queued()
+        self.bound.release()
 
     def _queue(self, options: dict[str, Any], gradients: list[Tensor]) -> tuple[list[Slot], int]:
         if self.in_sync.steps_follow_params:
@@ -217,7 +219,14 @@ class Engine:
         if self._unstepped:
             self._count_loaded_moments(active)
             self._unstepped.difference_update(active)
-        return active, self.steps.queue(active, {"stream": self.stream(), **options}, gradients)
+        had_miscounted, self.may_miscount = self.may_miscount, True
+        try:
+            ticket = self.steps.queue(active, {"stream": self.stream(), **options}, gradients)
+        except abi.HybridoptError:  # the library has refused the call
+            self.may_miscount = had_miscounted
+            raise
+        self.may_miscount = had_miscounted
+        return active, ticket
 
     def _note_end(self, written: list[Slot]) -> None:
         """Notes that a queued step has ended, and which params other code has written since it was
@@ -280,10 +289,11 @@ class Engine:
 
     def settle(self) -> None:
         """Waits for queued steps, but not for saves, and records their results."""
-        if len(self.steps) == 0:
+        if len(self.steps) == 0 and not self.may_miscount:
             return
         if self.under_way is not None:
             self.under_way.finish()
+        has_miscounted, self.may_miscount = self.may_miscount, True
         gradients, self.steps.skipped_gradients = self.steps.skipped_gradients, {}
         skipped: list[list[Slot]] = []
         for result, stepped in self.steps.take():
@@ -292,10 +302,23 @@ class Engine:
                 self.shown.count(stepped)
             elif not self.expects_skips:
                 skipped.append(stepped)
+        if has_miscounted and not self.states_are_offloaded:
+            self._count_again()
+            has_miscounted = False
         self.shown.refresh_copies()
         self.shown.note_counts()
+        self.may_miscount = has_miscounted
         for slots in skipped:
             self.history.skips.note(slots, gradients, self._has_ranks)
+
+    def _count_again(self) -> None:
+        """Takes step counts from the library, after an exception has ended a step or a settle() before all were noted."""
+        self.wait()
+        stepped = [slot for slot in self.slots if slot.count > 0 and self._stored_count(slot) > 0]
+        for slot in stepped:
+            if slot.is_counted:
+                self.shown.count_views[slot.id].fill_(self._stored_count(slot))
+        self.shown.note_due(stepped)
 
     def settle_ended(self) -> None:
         """If the queued steps have ended, records their results, so that a skipped step is reported before the next

@@ -261,8 +261,10 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         return engine
 
     def _finish_gradients(self) -> None:
-        """Undoes or finishes a move of gradients that an exception has cut off."""
+        """Waits for a step that an exception has cut off; undoes or finishes a move of gradients that one has cut off."""
         engine = self._engine
+        if engine is not None and engine.may_miscount:
+            engine.settle()  # before look() drops gradients that the step may read
         if engine is not None and engine.bound.is_moving:
             moves.finish_gradients(engine, functools.partial(note_taken, self))
             self._note_returned(engine)

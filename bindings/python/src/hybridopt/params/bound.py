@@ -29,6 +29,7 @@ class Addresses:
         self.params = list(params)
         self.grads = [0] * len(params)
         self.moves = 0  # counts changes of params' addresses
+        self._being_told: set[int] = set()  # more than nothing after an exception has ended tell()
         # The structs are allocated once and filled word by word, which is faster than field by field.
         self._structs = abi.array_of(abi.offload_binding_t, len(params))
         words = ctypes.c_uint64 * (WORDS * len(self._structs))
@@ -39,13 +40,15 @@ class Addresses:
 
     def changed(self, params: list[int], grads: list[int]) -> list[int]:
         """The ids of the slots whose address here differs from the one that the library knows."""
-        if params == self.params and grads == self.grads:
+        if params == self.params and grads == self.grads and not self._being_told:
             return []
         both = zip(params, self.params, grads, self.grads)
-        return [id for id, (param, p, grad, g) in enumerate(both) if param != p or grad != g]
+        differ = [id for id, (param, p, grad, g) in enumerate(both) if param != p or grad != g]
+        return sorted({*differ, *self._being_told}) if self._being_told else differ
 
     def tell(self, ids: list[int], params: list[int], grads: list[int]) -> None:
         """Binds the params and gradients of these slots to new addresses."""
+        self._being_told.update(ids)
         end = WORDS * len(ids)
         self._words[:end:WORDS] = [self._heads[id] for id in ids]
         self._words[DATA:end:WORDS] = params
@@ -56,6 +59,7 @@ class Addresses:
             if param != self.params[id]:
                 self.params[id] = param
                 self.moves += 1
+        self._being_told.difference_update(ids)
 
 
 @dataclass

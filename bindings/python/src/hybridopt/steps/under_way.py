@@ -194,7 +194,7 @@ class UnderWay:
         written: list[str] = []
         for slot, used in zip(slots, all_used):
             gradient = used.gradient
-            del self._memory[slot.id]
+            self._memory.pop(slot.id, None)  # an exception may have ended this after it
             if gradient is None:
                 continue
             if gradient.device.type != "cpu":
