@@ -114,6 +114,7 @@ Status ParamTable::AddOne(const ParamInput& input) {
   param.name = source.name;
   param.name_hash = HashOf(param.name);
   param.group = source.group;
+  param.algorithm = groups_[source.group].algorithm;
   param.dtype = source.dtype;
   param.grad_dtype = source.grad_dtype;
   param.placement = source.placement;

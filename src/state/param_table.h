@@ -28,6 +28,7 @@ struct Param {
   std::string name;
   uint64_t name_hash;  // the key of its random bits: the same on all ranks and systems
   uint32_t group;
+  int32_t algorithm;  // of the group. It never changes, while other threads may read it
   int32_t dtype;
   int32_t grad_dtype;
   int32_t placement;
@@ -66,7 +67,7 @@ class ParamTable {
   // That of groups which name none; checkpoints name it too.
   int32_t algorithm() const { return algorithm_; }
   // That of a param's group.
-  int32_t algorithm(uint32_t id) const { return groups_[params_[id].group].algorithm; }
+  int32_t algorithm(uint32_t id) const { return params_[id].algorithm; }
   uint32_t size() const { return static_cast<uint32_t>(params_.size()); }
   const Param& param(uint32_t id) const { return params_[id]; }
   std::span<const Param> params() const { return params_; }

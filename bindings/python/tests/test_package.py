@@ -206,7 +206,7 @@ def command(*arguments, **environment):
 
 
 def test_runs_the_program_with_its_arguments_and_exit_code():
-    run = command("plan", "7B", "--json")
+    run = command("plan", "7B", "--host-memory", "1TiB", "--json")
     assert run.returncode == 0 and '"elements": 7000000000' in run.stdout, run
     run = command("plan", "many")
     assert run.returncode == 2 and "expected how many parameters" in run.stderr, run
