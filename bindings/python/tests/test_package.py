@@ -209,7 +209,7 @@ def test_runs_the_program_with_its_arguments_and_exit_code():
     run = command("plan", "7B", "--host-memory", "1TiB", "--json")
     assert run.returncode == 0 and '"elements": 7000000000' in run.stdout, run
     run = command("plan", "many")
-    assert run.returncode == 2 and "expected how many parameters" in run.stderr, run
+    assert run.returncode == 2 and "expected a number of parameters" in run.stderr, run
 
 
 def test_without_the_program_it_says_where_to_get_it(tmp_path):
