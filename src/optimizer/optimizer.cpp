@@ -525,11 +525,7 @@ Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
   HYBRIDOPT_TRY(CheckCommitted());
   HYBRIDOPT_ASSIGN(const uint64_t sequence, SequenceOf(ticket));
   HYBRIDOPT_TRY(context_->device().CheckStream(stream));
-  for (uint32_t id : params)
-    if (id >= table_.size())
-      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                           "params names id %u, but only %u params have been added", id,
-                           table_.size());
+  HYBRIDOPT_TRY(CheckParams("params", params));
   const uint64_t mark = MarkOf(params, sequence);
   Timeline& timeline = *committed_->timeline;
   HYBRIDOPT_TRY(timeline.CheckPoison());

@@ -95,6 +95,8 @@ class Optimizer {
   Status CheckCommitted() const;
   Status ClaimState() const;
   Status CheckParam(uint32_t param) const;
+  // `what` is the caller's name for the list.
+  Status CheckParams(const char* what, std::span<const uint32_t> params) const;
   Status CheckTracking() const;
   Result<std::vector<uint32_t>> ParamsToTake(std::span<const uint32_t> params) const;
   Status AwaitCaller(StreamHandle stream);

@@ -54,12 +54,9 @@ Status Optimizer::CheckTracking() const {
 
 Result<std::vector<uint32_t>> Optimizer::ParamsToTake(std::span<const uint32_t> params) const {
   if (params.data() == nullptr) return committed_->all_ids;
+  HYBRIDOPT_TRY(CheckParams("params", params));
   std::vector<bool> named(table_.size());
   for (uint32_t id : params) {
-    if (id >= table_.size())
-      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                           "params names id %u, but only %u params have been added", id,
-                           table_.size());
     if (named[id])
       return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                            "params names id %u ('%.200s') twice; name each param once", id,

@@ -11,11 +11,7 @@ Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint
   HYBRIDOPT_TRY(CheckCommitted());
   Committed& committed = *committed_;
   HYBRIDOPT_ASSIGN(const uint32_t slot, NextSlot());
-  for (uint32_t id : params)
-    if (id >= table_.size())
-      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                           "options.params names id %u, but only %u params have been added", id,
-                           table_.size());
+  HYBRIDOPT_TRY(CheckParams("options.params", params));
   for (offload_stream_t stream : streams) HYBRIDOPT_TRY(context_->device().CheckStream(stream));
   HYBRIDOPT_ASSIGN(
       const std::vector<uint32_t> ids,

@@ -12,6 +12,15 @@ Status Optimizer::CheckParam(uint32_t param) const {
                        param, table_.size());
 }
 
+Status Optimizer::CheckParams(const char* what, std::span<const uint32_t> params) const {
+  for (uint32_t id : params)
+    if (id >= table_.size())
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "%s names id %u, but only %u params have been added", what, id,
+                           table_.size());
+  return {};
+}
+
 // The slot of a kind of state, for a param whose masters have this format.
 Result<StateSlot> Optimizer::FindSlot(uint32_t param, int32_t kind, Format master) const {
   const Rule rule = committed_->shape.params[param].rule;
