@@ -4,6 +4,7 @@
     scripts/demo_python               builds the library and runs this
     scripts/demo_python --compare     beside torch.optim.AdamW, with a picture of both losses
     scripts/demo_python --preset 14g  14 G params on one GPU of 139 GiB with 128 GiB of host memory; small on a CPU
+    scripts/demo_python --preset 20g  20 G params there, with masters of 24 bits and part of the state on the GPU
 
 Takes a minute on a GPU, ten minutes on two CPUs, and with --quick half a minute there. Expect a line with the
 loss for each tenth of the steps, what a step took in the library, and a validation loss.
@@ -40,22 +41,32 @@ SIZES = {
              "lr": 3e-4},
 }  # fmt: skip
 # One H200 whose host has 128 GiB: state and gradients take 105 GiB there (hybridopt plan 14.06B --small-state
-# --hook-gradients), the stash 8 GiB. docs/PYTORCH.md adds everything up.
+# --hook-gradients), or 106 GiB of 20.39 G params with 72 % of their state, the stash 8 GiB. docs/PYTORCH.md adds
+# everything up.
+SMALL_PRESET = {"steps": 6, "batch": 8, "context": 64, "layers": 3, "width": 64, "heads": 4,
+                "lr": 1e-3, "stash_budget": 2 / 1024}  # fmt: skip
 PRESETS = {
     "14g": {
         "cuda": {"steps": 10, "batch": 4, "context": 2048, "layers": 31, "width": 6144, "heads": 48,
                  "lr": 1e-4, "stash_budget": 8.0},
-        "cpu": {"steps": 6, "batch": 8, "context": 64, "layers": 3, "width": 64, "heads": 4,
-                "lr": 1e-3, "stash_budget": 2 / 1024},
+        "cpu": SMALL_PRESET,
+    },
+    "20g": {
+        "cuda": {"steps": 10, "batch": 4, "context": 2048, "layers": 45, "width": 6144, "heads": 48,
+                 "lr": 1e-4, "stash_budget": 8.0},
+        "cpu": SMALL_PRESET,
     },
 }  # fmt: skip
 PRESET_FLAGS = {
     "dtype": "bfloat16",
-    "master_layout": "split",
     "state_dtype": "bfloat16",
     "overlap": True,
     "stash": True,
     "memory_plot": pathlib.Path("memory.png"),
+}
+FLAGS_OF_PRESET = {
+    "14g": {**PRESET_FLAGS, "master_layout": "split"},
+    "20g": {**PRESET_FLAGS, "master_layout": "split24", "offload_fraction": 0.72},
 }
 GIB = 1 << 30
 WHAT = {
@@ -94,8 +105,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="follow the steps in float64")
     parser.add_argument("--quick", action="store_true", help="20 small steps, checked")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if parser.parse_known_args()[0].preset is not None:
-        parser.set_defaults(**PRESET_FLAGS)
+    preset = parser.parse_known_args()[0].preset
+    if preset is not None:
+        parser.set_defaults(**FLAGS_OF_PRESET[preset])
     options = parser.parse_args()
     sizes = {"stash_budget": {"cuda": 8.0, "cpu": 1 / 16}[kind], **SIZES[kind]}
     if options.preset is not None:

@@ -70,7 +70,14 @@ with tempfile.TemporaryDirectory() as folder:
     text = refused("--stash", "--stash-budget", "1000000")
     assert re.search(r"the host will hold 10240\d+\.\d MiB .*; choose a smaller model, --stash-budget or", text), text
 
-# The settings of the preset on a GPU, with plans that take no memory.
-with torch.device("meta"):
-    model = train_gpt.Gpt(argparse.Namespace(**train_gpt.PRESETS["14g"]["cuda"]))
-assert sum(param.numel() for param in model.parameters()) == 14_060_747_008
+    # So does the one with masters of 24 bits and part of the state where the params are.
+    masters24 = ("--dtype", "bfloat16", "--master-layout", "split24", "--state-dtype", "bfloat16", "--overlap")
+    plain24 = run(*masters24, *short)
+    preset24 = run("--preset", "20g", "--stash-budget", str(2 / 1024), "--memory-plot", str(plot), *short)
+    assert losses(preset24, "hybridopt") == losses(plain24, "hybridopt") != losses(plain, "hybridopt")
+
+# The settings of the presets on a GPU.
+for name, count in (("14g", 14_060_747_008), ("20g", 20_403_652_864)):
+    with torch.device("meta"):
+        model = train_gpt.Gpt(argparse.Namespace(**train_gpt.PRESETS[name]["cuda"]))
+    assert sum(param.numel() for param in model.parameters()) == count, name
