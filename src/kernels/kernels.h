@@ -152,6 +152,10 @@ inline constexpr uint32_t kParamSources = 4;
 using FindChangesFunction = void (*)(const void* before, const void* after, uint64_t count,
                                      uint64_t* bits);
 
+// Computes one tile of a product (matrix/product.h).
+struct MatrixProduct;
+using MultiplyTileFunction = void (*)(const MatrixProduct& product, uint64_t tile);
+
 // A number for each combination of a rule and types. The format of the second moment follows from
 // that of the first.
 constexpr uint32_t IndexOf(Rule rule, const SpanTypes& types) {
@@ -188,6 +192,7 @@ struct KernelTable {
   FollowParamsFunction follow_params[kDtypeCount];
   CopyPastCachesFunction copy_past_caches;
   FindChangesFunction find_changes[kParamSources];
+  MultiplyTileFunction multiply_tile;
 
   UpdateFunction Update(Rule rule, int32_t grad_dtype, int32_t param_dtype) const {
     return update.Of(rule, {grad_dtype, param_dtype, {}});

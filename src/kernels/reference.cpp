@@ -7,6 +7,7 @@
 
 #include "kernels/convert.h"
 #include "kernels/kernels.h"
+#include "kernels/matrix/product.h"
 #include "kernels/stochastic_rounding.h"
 #include "kernels/table.h"
 
@@ -155,6 +156,10 @@ struct Kernels {
   static void FollowParams(const void* param, uint64_t count, float* master) {
     const auto* elements = static_cast<const uint16_t*>(param);
     for (uint64_t i = 0; i < count; ++i) FollowParam<kDtype>(elements[i], &master[i]);
+  }
+
+  static void MultiplyTile(const MatrixProduct& product, uint64_t tile) {
+    hybridopt::MultiplyTile(product, tile);
   }
 
   template <ParamSource kSource>

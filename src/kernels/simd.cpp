@@ -24,6 +24,7 @@
 #include <type_traits>
 
 #include "kernels/kernels.h"
+#include "kernels/matrix/product.h"
 #include "kernels/simd_norm.h"
 #include "kernels/simd_rules.h"
 #include "kernels/simd_unit.h"
@@ -334,6 +335,10 @@ struct Kernels {
         continue;
       for (uint64_t i = begin; i < end; ++i) FollowParam<kDtype>(elements[i], &master[i]);
     }
+  }
+
+  static void MultiplyTile(const MatrixProduct& product, uint64_t tile) {
+    hybridopt::MultiplyTile(product, tile);
   }
 
   // The bits of a unit are whole bytes.

@@ -100,7 +100,7 @@ constexpr void FillSource(KernelTable& table) {
 
 // Kernels has the static member templates Update<rule, types>, SumSquares<dtype>, ToFp32<dtype>,
 // Accumulate<dtype>, FollowParams<dtype of 16 bits> and FindChanges<source>, and the functions
-// Publish and CopyPastCaches.
+// Publish, CopyPastCaches and MultiplyTile.
 template <typename Kernels>
 constexpr KernelTable MakeTable(const char* isa) {
   KernelTable table = {};
@@ -115,6 +115,7 @@ constexpr KernelTable MakeTable(const char* isa) {
   FillSource<Kernels, ParamSource::kRoundedToBf16>(table);
   FillSource<Kernels, ParamSource::kRoundedToFp16>(table);
   FillSource<Kernels, ParamSource::kBesideMaster>(table);
+  table.multiply_tile = Kernels::MultiplyTile;
   return table;
 }
 
