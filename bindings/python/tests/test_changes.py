@@ -18,6 +18,7 @@ from torch.nn import Parameter
 import hybridopt
 from hybridopt import abi
 from hybridopt.abi import handles
+from hybridopt.changes.part import Part
 from hybridopt.changes.patch import hash_of
 from hybridopt.optimizers import adopting
 from hybridopt.params import slot_batch
@@ -735,6 +736,23 @@ def test_wrong_calls_say_what_is_wrong():
     for value in (0, 2.0, True, "1"):
         with pytest.raises(ValueError, match="expected a fraction above 0 and up to 1, or None"):
             optimizer.weight_changes(dense_above=value)
+
+
+@pytest.mark.parametrize("seed", drawn_seeds(20))
+def test_indices_in_a_part_are_those_of_its_elements(seed):
+    draw = random.Random(seed)
+    shape = tuple(draw.randrange(1, 6) for _ in range(draw.randrange(1, 4)))
+    offsets = [tuple(draw.randrange(size) for size in shape) for _ in range(draw.randrange(1, 4))]
+    boxes = tuple(
+        (offset, tuple(draw.randrange(size - first + 1) for first, size in zip(offset, shape))) for offset in offsets
+    )
+    part = Part(shape, boxes)
+    if draw.random() < 0.5:
+        first = draw.randrange(part.count + 1)
+        part = Part(shape, boxes, (first, draw.randrange(part.count - first + 1)))
+    assert Part.of(json.loads(json.dumps(part.content()))) == part
+    indices = torch.arange(torch.Size(shape).numel()).view(shape)
+    assert torch.equal(part.in_tensor(torch.arange(part.count)), part.elements_of(indices))
 
 
 def test_the_hash_is_the_one_that_offload_h_defines():

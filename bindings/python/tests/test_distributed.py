@@ -914,3 +914,105 @@ def moving(rank, world):
 
 def test_gradients_and_params_of_fsdp2_go_and_come_back():
     ranks.run(moving, 2)
+
+
+# ------------------------------------------------------------------------------------ weight changes
+
+
+def sharded_in(mesh_shape):
+    """A model over a mesh: FSDP2 alone, with replicas, or with tensor parallelism along either dimension."""
+    module = model().bfloat16()
+    if mesh_shape == "replicas":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        return fully_shard(module, mesh=mesh)
+    if mesh_shape == "1d":
+        return fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("data", "tensor"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(module, mesh["tensor"], plan)
+    return fully_shard(module, mesh=mesh["data"])
+
+
+def publications(rank, world, mesh_shape, to, folder):
+    """A follower of whole tensors gets what is gathered, a follower of shards what each rank has."""
+    module = sharded_in(mesh_shape)
+    optimizer = optimizer_for(module, lr=1e-4, track_changes=True)
+    whole = {name: full(param).detach().clone() for name, param in module.named_parameters()}
+    follower = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    shards = {name: torch.zeros_like(p._local_tensor) for name, p in module.named_parameters()}
+    sparse = 0
+    for publication in range(4):
+        patch = optimizer.weight_changes(dense_above=1.0)
+        hybridopt.apply_changes(shards, patch)
+        complete = hybridopt.gather_changes(patch, to)
+        assert len(complete) == (len(whole) if rank == to else 0)
+        if rank == to:
+            path = os.path.join(folder, "patch")
+            complete.to_file(path)
+            read = hybridopt.WeightPatch.from_file(path)
+            assert all(read[name].parts == change.parts for name, change in complete)
+            hybridopt.apply_changes(follower, read)
+            sparse += sum(change.values.numel() for _, change in complete if not change.dense)
+            assert publication > 0 or all(change.dense for _, change in complete)
+        complete.acknowledge()
+        for name, param in module.named_parameters():
+            if rank == to:
+                assert complete[name].indices is None or torch.all(complete[name].indices.diff() > 0)
+            assert torch.equal(shards[name], param._local_tensor)
+            whole[name] = full(param).detach().clone()
+            assert rank != to or torch.equal(follower[name], whole[name])
+        generator = torch.Generator().manual_seed(publication)
+        for param in module.parameters():
+            grad = torch.randn(param.shape, generator=generator).bfloat16()
+            param.grad = sharding.as_dtensor(sharding.local_part(grad, param), param)
+        optimizer.step()
+        optimizer.zero_grad()
+    return sparse
+
+
+@pytest.mark.parametrize(
+    ("world", "mesh_shape", "to"),
+    [(2, "1d", 0), (2, "1d", 1), (4, "1d", 0), (2, "replicas", 1), (2, (1, 2), 0), (2, (2, 1), 0), (4, (2, 2), 3)],
+)
+def test_changes_of_shards_gathered_to_one_rank_are_those_of_the_whole_tensors(world, mesh_shape, to, tmp_path):
+    sparse = ranks.run(publications, world, mesh_shape, to, str(tmp_path))
+    elements = sum(param.numel() for param in model().parameters())
+    assert 0 < sparse[to] < 3 * elements
+
+
+def gathered_wrongly(rank, world, folder):
+    module = fully_shard(model().bfloat16())
+    optimizer = optimizer_for(module, track_changes=True)
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    patch = optimizer.weight_changes()
+    for value in (2, -1, True, "0", None):
+        with pytest.raises(ValueError, match=r"Invalid to: .*, expected one of the ranks \[0, 1\]"):
+            hybridopt.gather_changes(patch, value)
+    with pytest.raises(ValueError, match=r"hold \d+ of 70 elements of parameter '0.weight'; give the group of all"):
+        hybridopt.gather_changes(patch, rank, groups[rank])
+    whole = {name: torch.zeros(full(param).shape).bfloat16() for name, param in module.named_parameters()}
+    complete = hybridopt.gather_changes(patch, 1)
+    if rank == 1:
+        for name, change in complete:
+            change.values.view(-1)[0] += 1
+            with pytest.raises(ValueError, match=f"the patch is damaged: with it parameter '{name}'"):
+                hybridopt.apply_changes({name: whole[name]}, hybridopt.WeightPatch({name: change}))
+            assert not whole[name].any()
+        path = os.path.join(folder, "patch")
+        complete.to_file(path)
+        with open(path, "r+b") as file:
+            content = file.read()
+            file.seek(0)
+            file.write(content.replace(b"[[0, 0]", b"[[9, 9]"))
+        with pytest.raises(ValueError, match="is no patch that can be read: its metadata for"):
+            hybridopt.WeightPatch.from_file(path)
+
+
+def test_gathering_refuses_what_cannot_be_put_together(tmp_path):
+    ranks.run(gathered_wrongly, 2, str(tmp_path))
+
+
+def test_gathering_without_ranks_says_what_is_missing():
+    optimizer = optimizer_for(model(), track_changes=True)
+    with pytest.raises(RuntimeError, match="there is no process group"):
+        hybridopt.gather_changes(optimizer.weight_changes())

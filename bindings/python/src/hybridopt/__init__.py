@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import abi, integrations, stash
     from .changes.applying import apply_changes
+    from .changes.gathering import gather_changes
     from .changes.patch import WeightChange, WeightPatch
     from .optimizers.algorithms import SGD, Adagrad, Adam, AdamW, Lion, Signum
     from .optimizers.optimizer import OffloadOptimizer
@@ -37,6 +38,7 @@ _MODULES = {
     "WeightChange": "changes.patch",
     "WeightPatch": "changes.patch",
     "apply_changes": "changes.applying",
+    "gather_changes": "changes.gathering",
 }
 
 # Written out for type checkers, which export only these names.
@@ -59,6 +61,7 @@ __all__ = [
     "__version__",
     "abi",
     "apply_changes",
+    "gather_changes",
     "integrations",
     "stash",
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..params.tensors import local
-from .patch import WeightChange, WeightPatch, hash_of
+from .patch import WeightChange, WeightPatch
 
 
 def apply_changes(model: nn.Module | Mapping[str, Tensor], patch: WeightPatch) -> None:
@@ -53,10 +53,10 @@ def _target(tensors: Mapping[str, Tensor], name: str, change: WeightChange) -> T
 
 
 def _check_result(name: str, target: Tensor, change: WeightChange) -> None:
-    found = hash_of(change.applied_to(target))
+    found = change.hash_of(change.applied_to(target))
     if found == change.hash:
         return
-    now = hash_of(target)
+    now = change.hash_of(target)
     if change.base_hash is not None and now != change.base_hash:
         raise ValueError(
             f"the patch does not fit parameter {name!r}: it begins from the hash {change.base_hash:016x}, and the "

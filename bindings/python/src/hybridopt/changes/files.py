@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .part import Part
+
 FORMAT = "hybridopt weight patch 1"
 _DTYPES = {
     "F32": torch.float32,
@@ -30,10 +32,17 @@ class Entry:
     shape: tuple[int, ...]
     hash: int
     base_hash: int | None
+    shard: Part | None
+    parts: tuple[Part, ...]
 
     def text(self) -> str:
         base = None if self.base_hash is None else f"{self.base_hash:016x}"
-        return json.dumps({"shape": self.shape, "hash": f"{self.hash:016x}", "base_hash": base})
+        content: dict[str, Any] = {"shape": self.shape, "hash": f"{self.hash:016x}", "base_hash": base}
+        if self.shard is not None:
+            content["shard"] = self.shard.content()
+        if self.parts:
+            content["parts"] = [part.content() for part in self.parts]
+        return json.dumps(content)
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], name: str, text: str) -> Entry:
@@ -41,8 +50,12 @@ class Entry:
             found = json.loads(text)
             base = found["base_hash"]
             shape = tuple(int(size) for size in found["shape"])
-            return cls(shape, int(found["hash"], 16), None if base is None else int(base, 16))
-        except (KeyError, TypeError, ValueError) as error:
+            shard = Part.of(found["shard"]) if "shard" in found else None
+            parts = tuple(Part.of(content) for content in found.get("parts", ()))
+            if any(part.shape != shape for part in parts):
+                raise ValueError("a part of another tensor")
+            return cls(shape, int(found["hash"], 16), None if base is None else int(base, 16), shard, parts)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise _refused(path, f"its metadata for {name!r} are {text!r}") from error
 
 

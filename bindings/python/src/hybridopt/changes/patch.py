@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from .. import abi
 from ..params.tensors import local
 from . import files
+from .part import Part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +23,11 @@ class WeightChange:
     shape: tuple[int, ...]  # of the tensor that this rank holds
     indices: Tensor | None  # int64, ascending; None: `values` has all elements
     values: Tensor  # the new values; if there are no indices, in the shape of the param
-    hash: int  # of the whole tensor after the change
-    base_hash: int | None  # of the whole tensor before the change; None: not known, because `values` has all elements
+    hash: int  # of the tensor after the change
+    base_hash: int | None  # of the tensor before the change; None: not known, because `values` has all elements
+    shard: Part | None = None  # which part of a larger tensor this is; None: a whole tensor
+    # If changes of shards were gathered: the shards. `hash` is then the hash of their hashes in this order.
+    parts: tuple[Part, ...] = ()
 
     @property
     def dense(self) -> bool:
@@ -36,6 +41,12 @@ class WeightChange:
         flat = tensor.detach().reshape(-1).clone()
         flat[self.indices.to(tensor.device)] = self.values.to(tensor.device)
         return flat.view(self.shape)
+
+    def hash_of(self, tensor: Tensor) -> int:
+        """The hash of a tensor, computed as `hash` was."""
+        if not self.parts:
+            return hash_of(tensor)
+        return hash_of_hashes([hash_of(part.elements_of(tensor)) for part in self.parts])
 
 
 class WeightPatch:
@@ -82,7 +93,8 @@ class WeightPatch:
             tensors[f"{name}.values"] = change.values
             if change.indices is not None:
                 tensors[f"{name}.indices"] = change.indices
-            metadata[name] = files.Entry(change.shape, change.hash, change.base_hash).text()
+            entry = files.Entry(change.shape, change.hash, change.base_hash, change.shard, change.parts)
+            metadata[name] = entry.text()
         files.write(path, tensors, metadata)
 
     @classmethod
@@ -94,16 +106,16 @@ class WeightPatch:
             entry = files.Entry.of(path, name, text)
             values = files.tensor_of(path, tensors, f"{name}.values")
             indices = tensors.get(f"{name}.indices")
-            changes[name] = WeightChange(entry.shape, indices, values, entry.hash, entry.base_hash)
+            changes[name] = WeightChange(
+                entry.shape, indices, values, entry.hash, entry.base_hash, entry.shard, entry.parts
+            )
             _check(path, name, changes[name])
         return cls(changes)
 
 
 def _check(path: str | os.PathLike[str], name: str, change: WeightChange) -> None:
     """Refuses what cannot be in a patch, because other code may have made the file."""
-    count = 1
-    for size in change.shape:
-        count *= size
+    count = math.prod(change.shape)
     if change.indices is None:
         fits = tuple(change.values.shape) == change.shape
     else:
@@ -121,3 +133,8 @@ def hash_of(tensor: Tensor) -> int:
     """The hash of a tensor's elements, row by row, as the library computes it for params."""
     on_host = local(tensor).detach().contiguous().cpu()
     return abi.content_hash(on_host.data_ptr(), on_host.numel() * on_host.element_size())
+
+
+def hash_of_hashes(hashes: list[int]) -> int:
+    words = torch.tensor([word - (1 << 64) if word >> 63 else word for word in hashes], dtype=torch.int64)
+    return hash_of(words)

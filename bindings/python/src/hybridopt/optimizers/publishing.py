@@ -10,6 +10,7 @@ import torch
 from .. import abi
 from ..base.checks import is_number, shown
 from ..base.modes import in_no_mode
+from ..changes.part import Part
 from ..changes.patch import WeightChange, WeightPatch, hash_of
 from ..engine.engine import Engine
 from ..params.registered import Slot
@@ -39,7 +40,7 @@ class Publishing(torch.optim.Optimizer):
         whole; None: where indices and values would take as many bytes.
 
         The values of a param that comes whole are the param itself: use them before the next step. Of a DTensor each
-        rank gets its own shard. Params must not be offloaded."""
+        rank gets its own shard; hybridopt.gather_changes() puts whole tensors together. Params must not be offloaded."""
         if dense_above is not None and not (is_number(dense_above) and 0 < dense_above <= 1):
             raise ValueError(
                 f"Invalid dense_above: {shown(dense_above)}, expected a fraction above 0 and up to 1, or None"
@@ -90,18 +91,21 @@ def _change_of(
     slot: Slot, change: abi.offload_change_t, buffer: torch.Tensor
 ) -> WeightChange:
     shape, base = tuple(slot.shape), change.base_hash if change.has_base else None
+    shard = None
+    if slot.shard is not None:
+        shard = Part(slot.shard.global_shape, slot.shard.boxes, slot.shard.range)
     if change.dense or slot.count == 0 or not slot.row_major:
         whole = local(slot.param).detach()
         # The library hashes elements in the order of memory.
         found = change.hash if slot.row_major else hash_of(whole)
-        return WeightChange(shape, None, whole, found, None)
+        return WeightChange(shape, None, whole, found, None, shard)
     count = change.count
     values = _array(buffer, change.values_offset, count, slot.dtype)
     indices = _array(buffer, change.indices_offset, count, _INDEX_DTYPES[change.index_bytes])
     indices = indices.to(torch.int64)
     if change.index_bytes == 4:
         indices &= 0xFFFFFFFF  # they are unsigned
-    return WeightChange(shape, indices, values.clone(), change.hash, base)
+    return WeightChange(shape, indices, values.clone(), change.hash, base, shard)
 
 
 _INDEX_DTYPES = {4: torch.int32, 8: torch.int64}
