@@ -7,6 +7,7 @@ loads and other code have done in between. A patch that is lost, damaged or out 
 import copy
 import gc
 import json
+import math
 import random
 import sys
 
@@ -18,6 +19,7 @@ from torch.nn import Parameter
 import hybridopt
 from hybridopt import abi
 from hybridopt.abi import handles
+from hybridopt.changes import wire_forms
 from hybridopt.changes.part import Part
 from hybridopt.changes.patch import hash_of
 from hybridopt.optimizers import adopting
@@ -771,3 +773,132 @@ def test_the_hash_is_the_one_that_offload_h_defines():
         for index, word in enumerate(words):
             expected += mix((word + (index + 1) * 0x9E3779B97F4A7C15) & ((1 << 64) - 1))
         assert hash_of(tensor) == expected & ((1 << 64) - 1)
+
+
+# ------------------------------------------------------------------------------------- wire forms
+# tests/integrations gives patches in these forms to the projects' own receivers.
+
+needs_hash = pytest.mark.skipif(not hasattr(torch, "hash_tensor"), reason="this torch has no hash_tensor")
+
+
+def whole_param(values):
+    return hybridopt.WeightChange(tuple(values.shape), None, values, 0, None)
+
+
+def changed_in(shape, indices, values, **more):
+    return hybridopt.WeightChange(shape, torch.tensor(indices), values, 0, 0, **more)
+
+
+def mixed():
+    """Params of two dtypes, whole, changed in places, unchanged, empty."""
+    return hybridopt.WeightPatch(
+        {
+            "a": changed_in((2, 3), [1, 5], torch.tensor([1.5, -2]).bfloat16()),
+            "unchanged": changed_in((4,), [], torch.empty(0).bfloat16()),
+            "b": whole_param(torch.arange(6.0).view(3, 2).bfloat16()),
+            "empty": whole_param(torch.empty(0, 2)),
+            "c": changed_in((), [0], torch.tensor([3.0])),
+        }
+    )
+
+
+IN_FORMS = {
+    "a": ((2, 3), [1, 5], [1.5, -2]),
+    "b": ((3, 2), [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]),
+    "c": ((), [0], [3]),
+}
+
+
+def test_vllms_patches_have_every_change_once():
+    patches = wire_forms.vllm_patches(mixed())
+    assert {p.name: (p.shape, p.indices.tolist(), p.values.tolist()) for p in patches} == IN_FORMS
+    for patch in patches:
+        assert patch.full_shape == patch.shape and patch.dtype == patch.values.dtype
+        assert patch.indices.dtype == torch.int32 and patch.indices.dim() == patch.values.dim() == 1
+        assert patch.indices.is_contiguous() and patch.values.is_contiguous()
+
+
+def read_flush(flush):
+    named = dict(flush)
+    spec = json.loads(bytes(named["__delta_spec__"].tolist()))
+    positions = named.get("__positions__", torch.empty(0, dtype=torch.uint8))
+    for param in spec["params"]:
+        assert getattr(torch, param["dtype"]) == named["__values__"].dtype and param["pos_width"] == 4
+        own = positions[param["pos_start"] : param["pos_end"]].view(torch.int32)
+        values = named["__values__"][param["val_start"] : param["val_end"]]
+        yield spec["encoding"], param["name"], tuple(param["shape"]), own.tolist(), values.tolist()
+
+
+@needs_hash
+@pytest.mark.parametrize("flush_bytes", [16, 20, 30, 1 << 20])
+def test_verls_flushes_have_every_change_once(flush_bytes):
+    found = {}
+    flushes = list(wire_forms.verl_flushes(mixed(), flush_bytes=flush_bytes))
+    for flush in flushes:
+        assert flush_bytes < 1 << 20 or len(flushes) == 2  # one for each dtype
+        for encoding, name, shape, indices, values in read_flush(flush):
+            assert encoding == "indices"
+            known = found.setdefault(name, (shape, [], []))
+            known[1].extend(indices)
+            known[2].extend(values)
+        named = dict(flush)
+        assert named["__values__"].nbytes + named["__positions__"].nbytes <= flush_bytes
+    assert found == IN_FORMS
+
+
+@needs_hash
+def test_a_patch_of_whole_params_has_the_form_of_verls_first_synchronization():
+    numbers = torch.arange(6.0).view(3, 2)
+    [flush] = wire_forms.verl_flushes(hybridopt.WeightPatch({"a": whole_param(numbers), "b": whole_param(-numbers)}))
+    assert [name for name, _ in flush] == ["__delta_spec__", "__values__"]
+    assert list(read_flush(flush)) == [
+        ("dense", "a", (3, 2), [], [0, 1, 2, 3, 4, 5]),
+        ("dense", "b", (3, 2), [], [0, -1, -2, -3, -4, -5]),
+    ]
+
+
+@needs_hash
+def test_nothing_is_sent_where_nothing_has_changed(tmp_path):
+    nothing = hybridopt.WeightPatch({"a": changed_in((4,), [], torch.empty(0))})
+    assert wire_forms.vllm_patches(nothing) == [] == list(wire_forms.verl_flushes(nothing))
+
+
+FORMS = {
+    "vLLM": wire_forms.vllm_patches,
+    "verl": lambda patch: list(wire_forms.verl_flushes(patch)),
+}
+
+
+@needs_hash
+@pytest.mark.parametrize("name", FORMS)
+def test_what_a_form_cannot_say_is_refused(name):
+    change = changed_in((4,), [2], torch.tensor([math.nan]))
+    with pytest.raises(ValueError, match=f"parameter 'a' has a NaN, which {name} takes for an element that has not"):
+        FORMS[name](hybridopt.WeightPatch({"a": change}))
+    large = changed_in(((1 << 31) + 1,), [2], torch.zeros(1))
+    with pytest.raises(ValueError, match=f"parameter 'a' has 2147483649 elements, and {name}'s form counts them in 31"):
+        FORMS[name](hybridopt.WeightPatch({"a": large}))
+    for shard in (changed_in((4,), [2], torch.zeros(1), shard=Part((8,), (((0,), (4,)),))),):
+        with pytest.raises(ValueError, match=r"has a shard of parameter 'a', .* hybridopt.gather_changes\(\)"):
+            FORMS[name](hybridopt.WeightPatch({"a": shard}))
+    replica = changed_in((8,), [2], torch.zeros(1), shard=Part((8,), (((0,), (8,)),)))
+    assert len(FORMS[name](hybridopt.WeightPatch({"a": replica}))) == 1
+
+
+def test_wrong_arguments_say_what_is_wrong(tmp_path, monkeypatch):
+    for value in (0, 15, True, 1e9, None):
+        with pytest.raises(ValueError, match="Invalid flush_bytes: .*, expected an int of at least 16|hash_tensor"):
+            list(wire_forms.verl_flushes(mixed(), flush_bytes=value))
+    for value in (0, -1, True, 1.0, "1", None):
+        with pytest.raises(ValueError, match="Invalid version: .*, expected an int from 1 on"):
+            wire_forms.write_slime_version(mixed(), nn.Linear(1, 1), tmp_path, value)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ImportError, match=r"slime's form is compressed; install zstandard"):
+        wire_forms.write_slime_version(mixed(), nn.Linear(1, 1), tmp_path, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_older_torch_is_told_for_verls_checksum(monkeypatch):
+    monkeypatch.delattr(torch, "hash_tensor", raising=False)
+    with pytest.raises(RuntimeError, match=r"verl's form has a checksum of torch.hash_tensor, which torch .* has not"):
+        list(wire_forms.verl_flushes(mixed()))

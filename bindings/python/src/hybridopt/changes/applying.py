@@ -19,10 +19,10 @@ def apply_changes(model: nn.Module | Mapping[str, Tensor], patch: WeightPatch) -
     Before anything is written, every param is made in a copy of its own and compared with the hash in the patch. So a
     patch on a wrong base, or one that was damaged on its way, raises a ValueError and leaves the model as it is. A
     patch may be applied twice, and one that has more changes than needed fits too."""
-    tensors = _tensors_of(model)
+    tensors = tensors_of(model)
     targets = {}
     for name, change in patch:
-        targets[name] = _target(tensors, name, change)
+        targets[name] = target_of(tensors, name, change)
         _check_result(name, targets[name], change)
     with torch.no_grad():
         for name, change in patch:
@@ -30,13 +30,13 @@ def apply_changes(model: nn.Module | Mapping[str, Tensor], patch: WeightPatch) -
                 targets[name].copy_(change.applied_to(targets[name]))
 
 
-def _tensors_of(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def tensors_of(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if isinstance(model, nn.Module):
         return dict(model.named_parameters(remove_duplicate=False))
     return model
 
 
-def _target(tensors: Mapping[str, Tensor], name: str, change: WeightChange) -> Tensor:
+def target_of(tensors: Mapping[str, Tensor], name: str, change: WeightChange) -> Tensor:
     if name not in tensors:
         known = ", ".join(map(repr, list(tensors)[:5]))
         raise ValueError(

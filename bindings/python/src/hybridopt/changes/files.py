@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "I64": torch.int64,
+    "U8": torch.uint8,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _HEADER_BYTES_MAX = 100_000_000  # the limit of safetensors
@@ -66,8 +69,8 @@ def _refused(path: str | os.PathLike[str], why: str) -> ValueError:
 
 
 def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes tensors and a text for each param under another name first, then gives the file its own."""
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "params": json.dumps(metadata)}}
+    """Writes a safetensors file, which appears as a whole or not at all."""
+    header: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for name, tensor in tensors.items():
         end = begin + tensor.numel() * tensor.element_size()
@@ -79,13 +82,17 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: di
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    write_whole(path, itertools.chain([head], map(_bytes_of, tensors.values())))
+
+
+def write_whole(path: str | os.PathLike[str], content: Iterable[bytes | memoryview]) -> None:
+    """Writes a file under another name first, then gives it its own."""
     folder, base = os.path.split(os.path.abspath(os.fspath(path)))
     number, pending = tempfile.mkstemp(prefix=f".{base}.", dir=folder)
     try:
         with os.fdopen(number, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors.values():
-                file.write(_bytes_of(tensor))
+            file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(pending, path)
@@ -102,7 +109,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Reads what write() has written."""
+    """Reads the tensors of a file of to_file(), and a text for each param."""
     with open(path, "rb") as file:
         content = bytearray(file.read())
     length = int.from_bytes(content[:8], "little")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -95,7 +96,7 @@ class WeightPatch:
                 tensors[f"{name}.indices"] = change.indices
             entry = files.Entry(change.shape, change.hash, change.base_hash, change.shard, change.parts)
             metadata[name] = entry.text()
-        files.write(path, tensors, metadata)
+        files.write(path, tensors, {"format": files.FORMAT, "params": json.dumps(metadata)})
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> WeightPatch:
