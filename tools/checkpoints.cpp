@@ -1,5 +1,7 @@
 #include "checkpoints.h"
 
+#include <unistd.h>
+
 #include <sstream>
 #include <vector>
 
@@ -27,25 +29,54 @@ Result<std::string> NewestIn(const std::string& directory, bool verify) {
   return path;
 }
 
-void AddRow(const std::string& path, bool is_newest, Table& table, Json& rows) {
-  const std::string name = NameOf(path);
+// What `hybridopt list` shows of one checkpoint.
+struct Listed {
+  std::string name;
+  Status status;  // why the checkpoint is refused; then the fields below are empty
+  uint64_t step = 0, bytes = 0, world = 0;
+  const char* algorithm = "";
+  bool masters_only = false;
+};
+
+Listed Look(const std::string& path) {
   const Result<Reader> reader = Reader::Open(hybridopt::system::SystemFiles(), path);
-  if (!reader.ok()) {
-    table.Add({name, "-", "-", "-", "-", "refused: " + reader.status().message()});
-    rows.push_back({{"name", name}, {"error", reader.status().message()}});
+  if (!reader.ok()) return {.name = NameOf(path), .status = reader.status()};
+  const Manifest& manifest = reader.value().manifest();
+  return {.name = NameOf(path),
+          .status = {},
+          .step = manifest.step,
+          .bytes = reader.value().bytes(),
+          .world = manifest.world,
+          .algorithm = hybridopt::AlgorithmOf(manifest.algorithm)->name,
+          .masters_only = manifest.masters_only};
+}
+
+// The place of the checkpoint that offload_checkpoint_newest would return: of those with the
+// highest step the last by name. If all are refused, the number of checkpoints.
+size_t PlaceOfNewest(const std::vector<Listed>& listed) {
+  size_t newest = listed.size();
+  for (size_t i = 0; i < listed.size(); ++i)
+    if (listed[i].status.ok() && (newest == listed.size() || listed[i].step >= listed[newest].step))
+      newest = i;
+  return newest;
+}
+
+void AddRow(const Listed& listed, bool is_newest, Table& table, Json& rows) {
+  if (!listed.status.ok()) {
+    table.Add({listed.name, "-", "-", "-", "-", "refused: " + listed.status.message()});
+    rows.push_back({{"name", listed.name}, {"error", listed.status.message()}});
     return;
   }
-  const Manifest& manifest = reader.value().manifest();
-  const char* const algorithm = hybridopt::AlgorithmOf(manifest.algorithm)->name;
-  const char* const whole = manifest.masters_only ? "masters only" : "whole";
-  table.Add({name, std::to_string(manifest.step), algorithm, std::to_string(manifest.world),
-             SizeText(reader.value().bytes()), std::string(whole) + (is_newest ? ", newest" : "")});
-  rows.push_back({{"name", name},
-                  {"step", manifest.step},
-                  {"algorithm", algorithm},
-                  {"world", manifest.world},
-                  {"state_bytes", reader.value().bytes()},
-                  {"masters_only", manifest.masters_only},
+  const char* const whole = listed.masters_only ? "masters only" : "whole";
+  table.Add({listed.name, std::to_string(listed.step), listed.algorithm,
+             std::to_string(listed.world), SizeText(listed.bytes),
+             std::string(whole) + (is_newest ? ", newest" : "")});
+  rows.push_back({{"name", listed.name},
+                  {"step", listed.step},
+                  {"algorithm", listed.algorithm},
+                  {"world", listed.world},
+                  {"state_bytes", listed.bytes},
+                  {"masters_only", listed.masters_only},
                   {"newest", is_newest}});
 }
 
@@ -65,7 +96,9 @@ Result<Reader> OpenCheckpoint(const std::string& directory) {
 Result<Report> List(const ListOptions& options) {
   HYBRIDOPT_ASSIGN(const std::vector<std::string> paths,
                    CheckpointsIn(hybridopt::system::SystemFiles(), options.directory));
-  const Result<std::string> newest = NewestIn(options.directory, false);
+  std::vector<Listed> listed;
+  for (const std::string& path : paths) listed.push_back(Look(path));
+  const size_t newest = PlaceOfNewest(listed);
   using Align = Table::Align;
   Table table({{"checkpoint", Align::kLeft},
                {"step", Align::kRight},
@@ -74,8 +107,7 @@ Result<Report> List(const ListOptions& options) {
                {"size", Align::kRight},
                {"manifest and headers", Align::kLeft}});
   Json rows = Json::array();
-  for (const std::string& path : paths)
-    AddRow(path, newest.ok() && newest.value() == path, table, rows);
+  for (size_t i = 0; i < listed.size(); ++i) AddRow(listed[i], i == newest, table, rows);
   std::ostringstream out;
   if (paths.empty())
     out << "no checkpoint in " << hybridopt::Printable(options.directory) << "\n";
@@ -86,7 +118,9 @@ Result<Report> List(const ListOptions& options) {
 
 Result<Report> Newest(const NewestOptions& options) {
   HYBRIDOPT_ASSIGN(const std::string path, NewestIn(options.directory, options.verify));
-  return Report{hybridopt::Printable(path) + "\n", {{"status", "OK"}, {"path", path}}, {}};
+  // A script gets the path as it is. A person sees it escaped.
+  const std::string shown = isatty(STDOUT_FILENO) == 1 ? hybridopt::Printable(path) : path;
+  return Report{shown + "\n", {{"status", "OK"}, {"path", path}}, {}};
 }
 
 }  // namespace tool

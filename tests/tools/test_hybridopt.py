@@ -19,7 +19,7 @@ import pytest
 import read_by_the_page
 import torch
 import xxhash
-from command import BAD, DONE, FAILED, TOOL, USAGE, may_be_shown, on_a_terminal, refuse, succeed, tool
+from command import BAD, DONE, FAILED, TOOL, USAGE, may_be_shown, on_a_terminal, refuse, shown_by_a_terminal, succeed, tool
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -112,6 +112,37 @@ def test_newest_is_for_scripts(run):
     assert json.loads(succeed("newest", run, "--json"))["path"] == f"{run}/end"
     assert succeed("newest", run, "--verify") == f"{run}/begin\n"
     assert refuse(FAILED, "holds no good checkpoint", "newest", run / "logs") == "INVALID_STATE"
+
+
+def test_newest_gives_scripts_the_path_as_it_is_and_terminals_a_safe_one(tmp_path):
+    for name in ("caf\u00e9", "a b", "\x1b[2J\n\u202e"):
+        path = tmp_path / name / "step-42"
+        shutil.copytree(GOLDEN / "sgd-world3", path)
+        assert succeed("newest", path.parent) == f"{path}\n"
+        assert pathlib.Path(succeed("newest", path.parent).removesuffix("\n")).is_dir()
+        assert json.loads(succeed("newest", path.parent, "--json"))["path"] == str(path)
+        assert may_be_shown(shown_by_a_terminal("newest", path.parent))
+    assert shown_by_a_terminal("newest", path.parent) == f"{tmp_path}/" + r"\x1b[2J\n\u202e/step-42" + "\n"
+    raw = os.fsencode(tmp_path) + b"/\x9b\xff"
+    shutil.copytree(GOLDEN / "sgd-world3", os.fsdecode(raw + b"/step-42"))
+    found = subprocess.run([TOOL, "newest", raw], capture_output=True, check=True)
+    assert found.stdout == raw + b"/step-42\n"
+
+
+def calls_of(tmp_path, *arguments):
+    """The number of calls to the file system that a command makes."""
+    calls = tmp_path / "calls"
+    result = tool(*arguments, env={**with_fault(""), "HYBRIDOPT_TEST_CALLS": str(calls)})
+    assert result.returncode == DONE, result
+    return int(calls.read_text())
+
+
+def test_list_reads_each_checkpoint_once(tmp_path):
+    empty, one = tmp_path / "empty", tmp_path / "one"
+    empty.mkdir()
+    shutil.copytree(GOLDEN / "sgd-world3", one / "end")
+    of_one = calls_of(tmp_path, "list", one) - calls_of(tmp_path, "list", empty)
+    assert of_one == calls_of(tmp_path, "inspect", one / "end")
 
 
 @pytest.mark.parametrize(
