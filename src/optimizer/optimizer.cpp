@@ -403,7 +403,10 @@ Status Optimizer::OffloadGrads(MoveRequest& request, uint32_t slot) {
 
 Status Optimizer::InTurn(const char* what, FunctionRef<Status()> work) {
   Status status = CatchExceptions(what, work);
-  if (!status.ok()) (void)committed_->pipeline->UndoEarly();
+  if (status.ok()) return status;
+  (void)committed_->pipeline->UndoEarly();
+  committed_->timeline->LetOthersRun();  // the log is a function of the caller's
+  context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
   return status;
 }
 
@@ -424,12 +427,7 @@ Status Optimizer::ClaimState() const {
 
 Status Optimizer::Execute(uint32_t slot, uint64_t sequence) {
   if (MayWait(slot)) committed_->timeline->LetOthersRun();
-  Status status = InTurn("queued work", [&] { return ExecuteRequest(slot, sequence); });
-  if (!status.ok()) {
-    committed_->timeline->LetOthersRun();  // the log is a function of the caller's
-    context_->Log(OFFLOAD_LOG_ERROR, status.message().c_str());
-  }
-  return status;
+  return InTurn("queued work", [&] { return ExecuteRequest(slot, sequence); });
 }
 
 Status Optimizer::Settle(bool failure) {

@@ -160,7 +160,9 @@ Status BackgroundSave::EndAlone() {
                             "save was given up",
                             comm_.rank());
   if (outcome.ok()) outcome = PublishOnce();
-  (void)End(std::move(outcome));
+  // The optimizer is poisoned already, so this failure only ends the save.
+  if (Status ended = End(std::move(outcome)); !ended.ok())
+    context_.Log(OFFLOAD_LOG_ERROR, ended.message().c_str());
   return {};
 }
 

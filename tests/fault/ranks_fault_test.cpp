@@ -1,13 +1,19 @@
 // Ranks that die, hang, fail or never come: within the timeout the others get an error that names
-// rank, call and timeout; nothing has changed on any rank; handles can be destroyed.
+// rank, call and timeout; nothing has changed on any rank; handles can be destroyed; each failure
+// is logged once.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "../differential/sharded.h"
+#include "../temporary_directory.h"
 #include "../thread_comm.h"
+#include "trainer.h"
 
 namespace hybridopt {
 namespace {
@@ -336,6 +342,133 @@ TEST(RanksClipTest, ClippingAPartOfATensorNeedsATable) {
     EXPECT_TRUE(Says(offload_last_error(), "is a part of its tensor"));
     EXPECT_TRUE(Says(offload_last_error(), "give a comm table at create"));
   }
+}
+
+// -------------------------------------------------------------------------- what is logged --
+
+// The errors that the library has logged since Clear().
+class Errors {
+ public:
+  static void Log(void*, int32_t level, const char* text) {
+    if (level != OFFLOAD_LOG_ERROR) return;
+    std::lock_guard lock(mutex_);
+    texts_.emplace_back(text);
+  }
+  static void Clear() {
+    std::lock_guard lock(mutex_);
+    texts_.clear();
+  }
+  static std::vector<std::string> Texts() {
+    std::lock_guard lock(mutex_);
+    return texts_;
+  }
+
+ private:
+  static inline std::mutex mutex_;
+  static inline std::vector<std::string> texts_;
+};
+
+// Two ranks of one process, each with a trained optimizer of its own params.
+class TwoRanks {
+ public:
+  TwoRanks() {
+    for (int32_t rank = 0; rank < 2; ++rank) {
+      fault::RunOptions run;
+      run.device_kind = OFFLOAD_DEVICE_HOST;
+      run.comm = &tables_[rank];
+      run.name_prefix = rank == 0 ? "a" : "b";
+      run.log = Errors::Log;
+      trainers_.push_back(std::make_unique<fault::Trainer>(run));
+      trainers_.back()->AddParams();
+      trainers_.back()->Commit();
+      trainers_.back()->UploadGrads(0);
+    }
+    Step();
+    EXPECT_TRUE(Ends());
+  }
+
+  // A call may be refused, if an earlier one has failed already.
+  void Step() {
+    for (const auto& trainer : trainers_)
+      (void)offload_optimizer_step(trainer->optimizer, nullptr, nullptr);
+  }
+  void Save(const std::string& path) {
+    auto options = Make<offload_save_options_t>();
+    options.path = path.c_str();
+    for (const auto& trainer : trainers_)
+      (void)offload_optimizer_save(trainer->optimizer, &options, nullptr);
+  }
+  void Load(const std::string& path) {
+    auto options = Make<offload_load_options_t>();
+    options.path = path.c_str();
+    for (const auto& trainer : trainers_)
+      (void)offload_optimizer_load(trainer->optimizer, &options, nullptr);
+  }
+  // From the call with this number on, counted from now, rank 1 is gone.
+  void Lose(uint64_t call) { comm_.Inject(1, comm_.calls(1) + call, ThreadComm::Fault::kDie); }
+
+  // Waits for both ranks. Returns whether everything was done.
+  bool Ends() {
+    bool done = true;
+    for (const auto& trainer : trainers_)
+      done = offload_optimizer_wait(trainer->optimizer, 0, -1) == OFFLOAD_OK && done;
+    return done;
+  }
+
+ private:
+  ThreadComm comm_{2};
+  const offload_comm_t tables_[2] = {comm_.Table(0), comm_.Table(1)};
+  std::vector<std::unique_ptr<fault::Trainer>> trainers_;
+};
+
+// The work that is queued while a rank is lost.
+enum class Work { kSave, kLoad, kSaveAndStep };
+
+class RanksLogTest : public testing::TestWithParam<Work> {
+ protected:
+  // Queues the work, whose call `call` to the other rank fails. Returns whether it was done all the
+  // same. Everything has ended and is destroyed then.
+  bool Run(uint64_t call) {
+    TwoRanks ranks;
+    const std::string path = directory_ / ("saved" + std::to_string(call));
+    if (GetParam() == Work::kLoad) {
+      ranks.Save(path);
+      EXPECT_TRUE(ranks.Ends());
+    }
+    Errors::Clear();
+    ranks.Lose(call);
+    if (GetParam() == Work::kLoad)
+      ranks.Load(path);
+    else
+      ranks.Save(path);
+    if (GetParam() == Work::kSaveAndStep) ranks.Step();
+    return ranks.Ends();
+  }
+
+  const TemporaryDirectory directory_;
+};
+
+std::string NameOfWork(const testing::TestParamInfo<Work>& info) {
+  const char* const names[] = {"Save", "Load", "SaveAndStep"};
+  return names[static_cast<size_t>(info.param)];
+}
+
+INSTANTIATE_TEST_SUITE_P(Works, RanksLogTest,
+                         testing::Values(Work::kSave, Work::kLoad, Work::kSaveAndStep), NameOfWork);
+
+TEST_P(RanksLogTest, IsToldOnceOfWhatEndsAnOptimizer) {
+  constexpr uint64_t kCallsLeast = 3, kCallsMost = 1000;
+  uint64_t call = 0;
+  for (; call < kCallsMost && !Run(call); ++call) {
+    std::vector<std::string> texts = Errors::Texts();
+    EXPECT_GE(texts.size(), 2u) << "call " << call << ": each rank has failed";
+    std::sort(texts.begin(), texts.end());
+    const auto twice = std::adjacent_find(texts.begin(), texts.end());
+    EXPECT_TRUE(twice == texts.end()) << "call " << call << ", twice: " << *twice;
+  }
+  EXPECT_GE(call, kCallsLeast);
+  EXPECT_LT(call, kCallsMost);
+  EXPECT_TRUE(Errors::Texts().empty()) << Errors::Texts()[0];  // of the run without a failure
 }
 
 }  // namespace
