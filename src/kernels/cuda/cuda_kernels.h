@@ -8,6 +8,7 @@
 
 #include "kernels/changes/changes.h"
 #include "kernels/kernels.h"
+#include "kernels/matrix/matrix_update.h"
 
 namespace hybridopt::cuda {
 
@@ -54,6 +55,12 @@ struct NormTotal {
   double grad_norm_max;
 };
 
+// What the update of a matrix computes on the device beside the matrices.
+struct MatrixScalars {
+  float divisor;    // of U
+  Verdict verdict;  // on the update of the params by X: skips as the launch's verdict does
+};
+
 cudaError_t LaunchUpdate(cudaStream_t stream, const UpdateKind& kind, const UpdateRow* rows,
                          uint32_t row_count, uint32_t tiles, const Verdict* verdict);
 cudaError_t LaunchBlockSums(cudaStream_t stream, const NormRow* rows, uint32_t row_count,
@@ -66,6 +73,13 @@ cudaError_t LaunchFill(cudaStream_t stream, void* destination, uint64_t count,
                        const Pattern& pattern);
 cudaError_t LaunchFollowParams(cudaStream_t stream, const void* params, int32_t dtype,
                                uint64_t count, float* masters);
+// Updates the momentum and writes U to `out`, unless the verdict skips. `quads`: all arrays are
+// aligned so that four elements can be read at once.
+cudaError_t LaunchMomentum(cudaStream_t stream, const MatrixUpdate& update, bool quads,
+                           const Verdict* verdict, uint16_t* out);
+// Divides the `count` elements of U, whose block sums these are, by its norm.
+cudaError_t LaunchDivide(cudaStream_t stream, const double* block_sums, uint64_t count, float eps,
+                         const Verdict* verdict, MatrixScalars* scalars, uint16_t* u);
 
 // Loads all kernels into the current context. Otherwise a kernel would be loaded at its first
 // launch, which could wait for a stream that itself waits for that launch.

@@ -245,6 +245,7 @@ cudaError_t LaunchFollowParams(cudaStream_t stream, const void* params, int32_t 
 }
 
 cudaError_t LoadUpdateKernels();  // update.cu
+cudaError_t LoadMatrixKernels();  // matrix.cu
 
 cudaError_t LoadKernels() {
   const void* const kernels[] = {
@@ -264,7 +265,8 @@ cudaError_t LoadKernels() {
     const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;
   }
-  return LoadUpdateKernels();
+  const cudaError_t error = LoadUpdateKernels();
+  return error != cudaSuccess ? error : LoadMatrixKernels();
 }
 
 }  // namespace hybridopt::cuda
