@@ -15,6 +15,7 @@ struct Instead {
   bool gpu = false;
   bool gpu_executors = false;
   bool optimizers = false;
+  bool saves = false;
 };
 
 Report Measure(const Settings& settings, const Instead& instead) {
@@ -31,6 +32,8 @@ Report Measure(const Settings& settings, const Instead& instead) {
     MeasureGpuExecutors(settings, report);
   } else if (instead.optimizers) {
     MeasureOptimizers(settings, report);
+  } else if (instead.saves) {
+    MeasureSaves(settings, report);
   } else {
     MeasureAdamW28(settings, report);
     MeasureOverhead(settings, report);
@@ -69,6 +72,10 @@ int main(int argc, char** argv) {
                "measure many small optimizers of one context instead")
       ->excludes("--gpu")
       ->excludes("--gpu-executors");
+  app.add_flag("--saves", instead.saves, "measure steps behind saves instead")
+      ->excludes("--gpu")
+      ->excludes("--gpu-executors")
+      ->excludes("--optimizers");
   app.add_option("--gpu-elements", settings.gpu_elements,
                  "elements of the whole steps on the GPU; takes 40 bytes of host memory each")
       ->check(CLI::Range(uint64_t{1} << 20, uint64_t{1} << 40))

@@ -124,7 +124,7 @@ std::unique_ptr<Optimizer> MakeOptimizer(const Settings& settings, const Context
   return std::make_unique<Optimizer>(
       context, model.params.data(), model.grads.data(),
       Optimizer::Shape{kParams, elements / kParams, elements / kParams},
-      Optimizer::Lifecycle{0, 0, settings.chunk_elements, executors, 0, 0}, layout.layout);
+      Optimizer::Lifecycle{0, 0, settings.chunk_elements, executors, 0, 0, 0}, layout.layout);
 }
 
 void StepOnce(Optimizer& optimizer) { optimizer.Step(OFFLOAD_STEP_ASSUME_FINITE); }

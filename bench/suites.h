@@ -51,4 +51,7 @@ void MeasureGpuExecutors(const Settings& settings, Report& report);
 // Saves and loads, compared with plain readers and writers of as many bytes (checkpoint.cpp).
 void MeasureCheckpoint(const Settings& settings, Report& report);
 
+// Steps behind a save, with buffers of several sizes (checkpoint.cpp).
+void MeasureSaves(const Settings& settings, Report& report);
+
 }  // namespace bench

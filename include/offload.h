@@ -418,6 +418,12 @@ typedef struct offload_optimizer_options {
                                   offload_optimizer_changes: one bit for each element in device
                                   memory, two in host memory; 0 = steps note nothing */
   uint32_t reserved2;          /* 0 */
+  uint64_t save_buffer_bytes;  /* host memory, for a GPU pinned, to which a step copies state before
+                                  it overwrites it, if a running save has still to read it (see
+                                  offload_optimizer_save); 0 = none: the step waits. UINT64_MAX = a
+                                  quarter of the host memory that is free beside this optimizer and
+                                  those of the other ranks on this machine. The library takes at
+                                  most what all state could use */
 } offload_optimizer_options_t;
 
 /* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion and
@@ -534,6 +540,7 @@ typedef struct offload_plan {
   uint64_t host_early_bytes;    /* of host_bytes: for early updates */
   uint64_t host_change_bytes;   /* of host_bytes: for options.track_changes */
   uint64_t device_change_bytes; /* of device_scratch_bytes: for options.track_changes */
+  uint64_t host_save_bytes; /* of host_bytes: for state that steps put aside while a save runs */
 } offload_plan_t;
 
 /* Makes an optimizer; the caller then registers groups and params. Commit allocates the memory. The
@@ -1102,24 +1109,27 @@ typedef struct offload_save_options {
 } offload_save_options_t;
 
 /* Queues a save of masters, moments and step counts as they are at this point of the timeline, and
- * returns at once. Training goes on: steps that are queued behind the save update a chunk as soon
- * as the save has read it, and the files contain nothing of those steps. The ticket of such a step
- * completes when the step is done, even if the save is not.
- * While it runs, a save holds io_depth blocks of host memory and a few hundred bytes for each
- * tensor, whatever the size of the model.
+ * returns at once. Training goes on, and the files contain nothing of the steps that are queued
+ * behind the save. A step that comes to state which the save has still to read copies it to the
+ * buffer of save_buffer_bytes and updates it; the save reads the copy and frees its place. While
+ * the buffer has no room for a chunk the step waits until the save has read enough. Each array of a
+ * chunk takes whole blocks of 64 KiB there. The ticket of such a step completes when the step is
+ * done, even if the save is not.
+ * While it runs, a save holds io_depth blocks of host memory, a few hundred bytes for each tensor
+ * and 4 bytes for each 64 KiB of state.
  * The save reads params where they are if they are their own masters (fp32 params that are updated
  * in place) or the upper halves of split masters. The caller must not write or free those params
- * until the save has read them. The save has read them when its own ticket has completed, or the
- * ticket of a step, load, or move of params or states behind it, and on a stream that
- * offload_optimizer_stream_wait has put behind the save. Queued steps wait by themselves.
- * One save runs at a time: a save or load behind a save begins when that one has completed.
- * With a comm table all ranks call this function; each rank writes its own file, and rank 0
- * completes the directory. If one rank fails, the save fails on all. Params with
+ * until the save has read them, or a step has copied them for it. That is so when its own ticket
+ * has completed, or the ticket of a step, load, or move of params or states behind it, and on a
+ * stream that offload_optimizer_stream_wait has put behind the save. Queued steps wait by
+ * themselves. One save runs at a time: a save or load behind a save begins when that one has
+ * completed. With a comm table all ranks call this function; each rank writes its own file, and
+ * rank 0 completes the directory. If one rank fails, the save fails on all. Params with
  * OFFLOAD_PARAM_REPLICA are saved by the rank that counts them in the norm. While a save runs, the
  * ranks call max, up to 50 times a second if they have nothing else to do, and no step begins
- * before all ranks have read the state that it overwrites. comm_timeout_ns does not limit how long
- * a rank's disk takes. A save that fails does not poison the optimizer: its ticket returns the
- * cause, nothing remains at path, and training goes on.
+ * before the buffers of all ranks have room for all that the saves have still to read.
+ * comm_timeout_ns does not limit how long a rank's disk takes. A save that fails does not poison
+ * the optimizer: its ticket returns the cause, nothing remains at path, and training goes on.
  * Errors: INVALID_ARGUMENT (the text names the field; path exists, or its parent does not; a path
  * or the name of a param that no checkpoint can have), INVALID_STATE (before commit, or 256 calls
  * are queued), UNSUPPORTED (unknown flag), POISONED; through the ticket IO_FAILED (the text has

@@ -65,6 +65,8 @@ class Context {
   uint64_t PinnedBytesLeft() const;
 
   bool allow_pageable() const { return allow_pageable_; }
+  // How many ranks share this machine, this one among them.
+  uint32_t local_world() const { return seats_.local_world; }
   // Notes that the context works, but not as well as it could: logs a warning, and shows the text
   // in context_info from now on.
   void Note(const char* text);

@@ -50,7 +50,8 @@ void Committed::MakeParts(const Comm& comm, const offload_optimizer_options_t& o
                                   *host_norm_sums, *master_fill, *changes);
   residence_changer = std::make_unique<ResidenceChanger>(context, table, shape, residence, chunks,
                                                          *memory, *lanes, *swap, *changes);
-  checkpoints = std::make_unique<Checkpoints>(context, table, shape, Locator(), step_counts, comm);
+  checkpoints = std::make_unique<Checkpoints>(
+      context, Saver::Saved{table, shape, residence, chunks, Locator()}, step_counts, comm);
   lifecycle = std::make_unique<Lifecycle>(table, options.movable,
                                           StateBytes(shape, decided.residence, Tier::kDevice));
 }
@@ -92,6 +93,7 @@ NodeBytes Committed::FoundNodeBytes() const {
   lanes->AddNodeBytes(&bytes);
   swap->AddNodeBytes(&bytes);
   pipeline->AddNodeBytes(&bytes);
+  checkpoints->AddNodeBytes(&bytes);
   return bytes;
 }
 

@@ -109,11 +109,30 @@ Result<offload_plan_t> Optimizer::Plan() const {
     if (committed_->timeline->idle()) SetNodeBytes(committed_->FoundNodeBytes(), plan);
     return plan;
   }
-  const StateShape shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
+  HYBRIDOPT_ASSIGN(const StateShape shape, MakeShape());
   Arrangement arrangement = Arrange(table_, shape, options_.device_fraction);
   HYBRIDOPT_ASSIGN(offload_plan_t plan, FitRing(shape, arrangement));
   plan.fits = CheckStateMayStream(shape, arrangement).ok() && CheckRoom(plan).ok() ? 1 : 0;
   return plan;
+}
+
+// The shape of what is registered. If the options leave the size of the save's buffer to the
+// library, it is a quarter of the host memory that all else leaves free, which the ranks of this
+// machine share.
+Result<StateShape> Optimizer::MakeShape() const {
+  StateShape shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
+  if (options_.save_buffer_bytes != kAutoSaveBuffer) return shape;
+  shape.options.save_buffer_bytes = 0;
+  HYBRIDOPT_ASSIGN(
+      const offload_plan_t plan,
+      PlanOf(*context_, table_, shape, Arrange(table_, shape, options_.device_fraction)));
+  const auto less = [](uint64_t bytes, uint64_t taken) { return bytes - std::min(bytes, taken); };
+  const uint64_t ranks = context_->local_world();
+  uint64_t bytes = less(plan.host_available_bytes, ranks * plan.host_bytes) / 4 / ranks;
+  if (!context_->device().unified())
+    bytes = std::min(bytes, less(plan.pinned_bytes_left, PinnedBytesOf(plan)));
+  shape.options.save_buffer_bytes = bytes;
+  return shape;
 }
 
 Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
@@ -122,7 +141,8 @@ Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
   HYBRIDOPT_TRY(CheckHostRoom("the plan", plan.host_bytes));
   if (context_->device().unified()) return {};
   return context_->CheckPinned(PinnedBytesOf(plan),
-                               "chunk_elements, staging_slots, movable or early_update_bytes");
+                               "chunk_elements, staging_slots, movable, early_update_bytes or "
+                               "save_buffer_bytes");
 }
 
 // Whether the device's ring leaves enough memory free. This is required only for a ring that the
@@ -210,7 +230,7 @@ Status Optimizer::Commit(StreamHandle stream) {
     return Status::Error(OFFLOAD_INVALID_STATE,
                          "no params; call offload_optimizer_add_params before commit");
   HYBRIDOPT_TRY(context_->device().CheckStream(stream));
-  StateShape shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
+  HYBRIDOPT_ASSIGN(StateShape shape, MakeShape());
   Arrangement arrangement = Arrange(table_, shape, options_.device_fraction);
   HYBRIDOPT_ASSIGN(const offload_plan_t plan, FitRing(shape, arrangement));
   HYBRIDOPT_TRY(CheckStateMayStream(shape, arrangement));
@@ -220,6 +240,7 @@ Status Optimizer::Commit(StreamHandle stream) {
                                                    std::move(shape), std::move(arrangement)));
   HYBRIDOPT_TRY(committed->checkpoints->CheckRoom());
   HYBRIDOPT_TRY(committed->pipeline->Start());
+  HYBRIDOPT_TRY(committed->checkpoints->Start());
   HYBRIDOPT_TRY(committed->master_fill->Initialize(table_.addresses(), stream));
   HYBRIDOPT_TRY(PinStates(*committed));  // the workers must touch it before: Initialize does that
   HYBRIDOPT_TRY(committed->changes->ClearDevice());
@@ -449,7 +470,7 @@ EventHandle Optimizer::ReadyEvent(uint32_t slot) const {
 Status Optimizer::ExecuteStep(const StepRequest& request, uint32_t slot, uint64_t sequence) {
   offload_step_result_t result{};
   BackgroundSave& save = committed_->checkpoints->save();
-  HYBRIDOPT_TRY(save.BeforeStep());
+  HYBRIDOPT_TRY(save.BeforeStep(request.addresses));
   Timeline& timeline = *committed_->timeline;
   const auto issued = [&](uint64_t mark) { timeline.Issued(sequence, mark); };
   const auto reached = [&](uint64_t mark) { timeline.Reached(sequence, mark); };

@@ -87,6 +87,7 @@ class Optimizer {
 
  private:
   Status CheckRoom(const offload_plan_t& plan) const;
+  Result<StateShape> MakeShape() const;
   Result<offload_plan_t> FitRing(const StateShape& shape, Arrangement& arrangement) const;
   bool LeavesRoom(const offload_plan_t& plan) const;
   Status CheckStateMayStream(const StateShape& shape, const Arrangement& arrangement) const;

@@ -233,6 +233,7 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
   shape.stream_ring_bytes = options.stream_ring_bytes;
   shape.early_bytes = options.early_update_bytes;
   shape.tracks_changes = options.track_changes != 0;
+  shape.save_buffer_bytes = options.save_buffer_bytes;
   shape.staging_slots = options.staging_slots != 0 ? options.staging_slots : kDefaultStagingSlots;
   return shape;
 }

@@ -5,6 +5,7 @@
 #include "base/system.h"
 #include "move/master_fill.h"
 #include "move/mover.h"
+#include "save/checkpoints.h"
 #include "step/step.h"
 
 namespace hybridopt {
@@ -124,7 +125,8 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
       state_bytes[Tier::kHost] + plan.host_scratch_bytes + SwapMemory::Bytes(shape, residence);
   plan.host_early_bytes = StepPipeline::EarlyBytes(table, shape);
   plan.host_change_bytes = ChangeLog::HostBytes(shape);
-  plan.host_bytes += plan.host_early_bytes + plan.host_change_bytes;
+  plan.host_save_bytes = Checkpoints::BufferBytes(table, shape);
+  plan.host_bytes += plan.host_early_bytes + plan.host_change_bytes + plan.host_save_bytes;
   plan.host_available_bytes = system::AvailableBytes();
   plan.pinned_bytes_left = context.PinnedBytesLeft();
   plan.chunk_count = arrangement.chunks.chunks.size();

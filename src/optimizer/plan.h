@@ -31,7 +31,7 @@ Arrangement Arrange(const ParamTable& table, const StateShape& shape, double dev
 // Pinned memory that commit takes, without the state that is pinned for a ring.
 constexpr uint64_t PinnedBytesOf(const offload_plan_t& plan) {
   return plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
-         plan.host_swap_bytes + plan.host_early_bytes;
+         plan.host_swap_bytes + plan.host_early_bytes + plan.host_save_bytes;
 }
 
 // The whole plan except the field `fits`.

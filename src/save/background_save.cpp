@@ -100,12 +100,22 @@ Status BackgroundSave::Meet(bool at_step, bool* step) {
   return {};
 }
 
-Status BackgroundSave::BeforeStep() {
-  // With one rank the step follows the save chunk by chunk. With several ranks, a step that waits
-  // for this rank's disk would let the other ranks wait until they time out. So the ranks first
-  // meet in rounds.
+// Whether a param that the save borrows has another address by now. A step copies what it
+// overwrites, and that is not what the save reads then.
+bool BackgroundSave::BorrowsElsewhere(std::span<const Addresses> addresses) const {
+  const std::vector<ParamLocation>& locations = saver_->request().locations;
+  for (uint32_t id = 0; id < locations.size(); ++id)
+    if (saver_->capture().borrows(id) && locations[id].data != addresses[id].data) return true;
+  return false;
+}
+
+Status BackgroundSave::BeforeStep(std::span<const Addresses> addresses) {
+  if (saver_ != nullptr && BorrowsElsewhere(addresses)) HYBRIDOPT_TRY(AwaitBorrowed().status());
+  // With one rank the step follows the save chunk by chunk. With several ranks a step that waits
+  // for this rank's disk would let the others wait until they time out, so the ranks meet in rounds
+  // until the steps of all can put aside what they overwrite.
   for (bool step = false; saver_ != nullptr && !step;) {
-    const bool at_step = comm_.world() == 1 || capture()->AwaitAll(agreement_.RoundNs());
+    const bool at_step = comm_.world() == 1 || capture()->AwaitRoom(agreement_.RoundNs());
     HYBRIDOPT_TRY(Meet(at_step, &step));
   }
   return {};

@@ -56,8 +56,8 @@ class BackgroundSave : private Saver::Owner {
   // These return at once if no save runs. They return an error only if more than the save's files
   // has failed.
 
-  // To be called before every step.
-  Status BeforeStep();
+  // To be called before every step, with the params' addresses in it.
+  Status BeforeStep(std::span<const Addresses> addresses);
   // To be called before other work that changes state or the params' memory.
   Status AwaitCapture();
   // Waits until the save has read all borrowed memory. Returns false if the save borrows none.
@@ -72,6 +72,7 @@ class BackgroundSave : private Saver::Owner {
   void BorrowedRead() override;
   void Written() override;
 
+  bool BorrowsElsewhere(std::span<const Addresses> addresses) const;
   Status MakeDirectory(FunctionRef<Result<std::unique_ptr<Saver>>()> lay_out, std::string* path,
                        Status* failure);
   Status Meet(bool at_step, bool* step);

@@ -1,5 +1,6 @@
 #include "save/checkpoints.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/profiler_range.h"
@@ -8,13 +9,27 @@
 
 namespace hybridopt {
 
+// --------------------------------------------------------------------------------------- buffer --
+
+uint64_t Checkpoints::BufferBytes(const ParamTable& table, const StateShape& shape) {
+  if (shape.options.save_buffer_bytes == 0) return 0;
+  return std::min(shape.options.save_buffer_bytes, Capture::BufferBytesMost(table, shape));
+}
+
+Status Checkpoints::Start() {
+  buffer_bytes_ = BufferBytes(saved_.table, saved_.shape);
+  if (buffer_bytes_ == 0) return {};
+  HYBRIDOPT_ASSIGN(buffer_, PinnedRoom::TakeAnyway(context_, buffer_bytes_));
+  return {};
+}
+
 // ----------------------------------------------------------------------------------------- save --
 
 Status Checkpoints::Save(SaveRequest request, EventHandle ready, Timeline& timeline,
                          uint64_t sequence) {
   HYBRIDOPT_TRY(save_.AwaitEnd());  // only one save runs at a time
   const auto lay_out = [&] {
-    return Saver::Create(context_, table_, shape_, locator_, std::move(request), PointOf(ready));
+    return Saver::Create(context_, saved_, std::move(request), PointOf(ready), buffer());
   };
   Status refusal = save_.Begin(lay_out, timeline, sequence);
   return refusal.ok() ? refusal : ReportFailure(context_, timeline, sequence, std::move(refusal));
@@ -23,7 +38,8 @@ Status Checkpoints::Save(SaveRequest request, EventHandle ready, Timeline& timel
 SavePoint Checkpoints::PointOf(EventHandle ready) const {
   SavePoint point{};
   point.step = step_counts_.applied();
-  for (uint32_t id = 0; id < table_.size(); ++id) point.step_counts.push_back(step_counts_.of(id));
+  for (uint32_t id = 0; id < saved_.table.size(); ++id)
+    point.step_counts.push_back(step_counts_.of(id));
   point.rank = static_cast<uint32_t>(comm_.rank());
   point.world = static_cast<uint32_t>(comm_.world());
   point.ready = ready;
@@ -32,14 +48,13 @@ SavePoint Checkpoints::PointOf(EventHandle ready) const {
 
 Status Checkpoints::CheckRoom() const {
   SaveRequest request;
-  for (uint32_t id = 0; id < table_.size(); ++id) {
+  for (uint32_t id = 0; id < saved_.table.size(); ++id) {
     // A save refuses such a name; steps and loads do not need to.
-    if (!IsUtf8(table_.param(id).name)) return {};
-    request.locations.push_back({table_.addresses()[id].data, false, false});
+    if (!IsUtf8(saved_.table.param(id).name)) return {};
+    request.locations.push_back({saved_.table.addresses()[id].data, false, false});
   }
-  request.groups.assign(table_.groups().begin(), table_.groups().end());
-  return Saver::Create(context_, table_, shape_, locator_, std::move(request), PointOf(nullptr))
-      .status();
+  request.groups.assign(saved_.table.groups().begin(), saved_.table.groups().end());
+  return Saver::Create(context_, saved_, std::move(request), PointOf(nullptr), {}).status();
 }
 
 // ----------------------------------------------------------------------------------------- load --
@@ -71,7 +86,7 @@ Status Checkpoints::Prepare(const LoadRequest& request, std::optional<Loader>* l
                             Status* refusal) {
   std::vector<int32_t> known;
   const auto open = [&]() -> Status {
-    loader->emplace(context_, table_, shape_, locator_, request);
+    loader->emplace(context_, saved_.table, saved_.shape, saved_.locator, request);
     HYBRIDOPT_TRY((*loader)->Open());
     known = (*loader)->sources().Known();
     return {};

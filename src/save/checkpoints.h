@@ -16,16 +16,21 @@ namespace hybridopt {
 
 class Checkpoints {
  public:
-  Checkpoints(Context& context, const ParamTable& table, const StateShape& shape,
-              const StateLocator& locator, StepCounts& step_counts, const Comm& comm)
+  Checkpoints(Context& context, const Saver::Saved& saved, StepCounts& step_counts,
+              const Comm& comm)
       : context_(context),
-        table_(table),
-        shape_(shape),
-        locator_(locator),
+        saved_(saved),
         step_counts_(step_counts),
         comm_(comm),
         agreement_(comm),
         save_(context, comm_, agreement_) {}
+
+  // Takes the buffer into which steps put aside what a save has still to read. To be called once,
+  // before the first save.
+  Status Start();
+  // The bytes of that buffer: pinned where the device has memory of its own.
+  static uint64_t BufferBytes(const ParamTable& table, const StateShape& shape);
+  void AddNodeBytes(NodeBytes* sum) const { buffer_.AddNodeBytes(sum); }
 
   // UNSUPPORTED if the names and shapes of the params do not fit into the head of a file.
   Status CheckRoom() const;
@@ -47,13 +52,15 @@ class Checkpoints {
                            Status* refusal) const;
   SavePoint PointOf(EventHandle ready) const;
 
+  std::span<std::byte> buffer() const { return {buffer_.data(), buffer_bytes_}; }
+
   Context& context_;
-  const ParamTable& table_;
-  const StateShape& shape_;
-  const StateLocator locator_;
+  const Saver::Saved saved_;
   StepCounts& step_counts_;
   const Comm& comm_;
   const Agreement agreement_;
+  uint64_t buffer_bytes_ = 0;
+  PinnedRoom buffer_;
   BackgroundSave save_;
 };
 

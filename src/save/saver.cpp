@@ -19,12 +19,12 @@ constexpr uint64_t kDevicePieceBytes = uint64_t{4} << 20;
 
 }  // namespace
 
-Result<std::unique_ptr<Saver>> Saver::Create(Context& context, const ParamTable& table,
-                                             const StateShape& shape, const StateLocator& locator,
-                                             SaveRequest request, const SavePoint& point) {
-  std::unique_ptr<Saver> saver(
-      new Saver(context, std::move(request), point, locator, table.size()));
-  HYBRIDOPT_TRY(saver->LayOut(table, shape));
+Result<std::unique_ptr<Saver>> Saver::Create(Context& context, const Saved& saved,
+                                             SaveRequest request, const SavePoint& point,
+                                             std::span<std::byte> buffer) {
+  std::unique_ptr<Saver> saver(new Saver(context, saved, std::move(request), point));
+  HYBRIDOPT_TRY(saver->LayOut(saved.table, saved.shape));
+  saver->FillCapture(buffer);
   return saver;
 }
 
@@ -55,7 +55,6 @@ Status Saver::LayOut(const ParamTable& table, const StateShape& shape) {
   std::stable_sort(arrays_.begin(), arrays_.end(), [](const Array& a, const Array& b) {
     return a.tensor->offset < b.tensor->offset;
   });
-  FillCapture();
   return {};
 }
 
@@ -65,11 +64,10 @@ bool Saver::IsStored(const Param& param, uint32_t id) const {
   return param.count > 0 || (!param.shard.partial() && point_.step_counts[id] > 0);
 }
 
-void Saver::FillCapture() {
-  for (const Array& array : arrays_) {
-    capture_.SetLastArray(array.param, array.tensor->offset, DtypeBytes(array.tensor->dtype));
-    if (Borrows(array)) capture_.SetBorrowedEnd(array.tensor->offset + array.tensor->bytes);
-  }
+void Saver::FillCapture(std::span<std::byte> buffer) {
+  for (const Array& array : arrays_) capture_.AddArray(array.param, array.slot, Borrows(array));
+  capture_.UseBuffer(buffer);
+  capture_.BorrowBehind(point_.ready);
 }
 
 // Whether some element of the array is read from the caller's memory.
@@ -107,6 +105,7 @@ void Saver::ListShard(const Param& param, uint32_t id, const ParamShape& shaped)
 void Saver::Start(std::string directory, Status failure, Owner& owner) {
   directory_ = std::move(directory);
   owner_ = &owner;
+  capture_.OnBorrowedRead([this] { owner_->BorrowedRead(); });
   outcome_ = std::move(failure);
   if (outcome_.ok()) {
     Result<system::Thread> thread =
@@ -178,11 +177,7 @@ Status Saver::Write() {
 Status Saver::WriteArrays(checkpoint::BlockWriter& writer) {
   writer_ = &writer;
   HYBRIDOPT_TRY(Append(head_.data(), head_.size()));
-  for (const Array& array : arrays_) {
-    const bool borrowing = !capture_.has_read_borrowed();
-    HYBRIDOPT_TRY(AppendArray(array));
-    if (borrowing && capture_.has_read_borrowed()) owner_->BorrowedRead();
-  }
+  for (const Array& array : arrays_) HYBRIDOPT_TRY(AppendArray(array));
   if (filled_bytes_ > 0) writer.Submit(filled_bytes_);
   return {};
 }
@@ -206,45 +201,61 @@ Status Saver::Append(const void* data, uint64_t bytes) {
     uint64_t piece = bytes - done;
     HYBRIDOPT_TRY(Room(&piece));
     std::memcpy(block_ + filled_bytes_, static_cast<const std::byte*>(data) + done, piece);
-    Filled(piece);
+    filled_bytes_ += piece;
     done += piece;
   }
   return {};
 }
 
-void Saver::Filled(uint64_t bytes) {
-  filled_bytes_ += bytes;
-  position_ += bytes;
-  capture_.Advance(position_);
-}
-
+// A step may wait for what the capture has given, so that is read without a wait for the disk.
 Status Saver::AppendArray(const Array& array) {
-  const uint64_t count = array.tensor->bytes / DtypeBytes(array.tensor->dtype);
+  const uint64_t element_bytes = DtypeBytes(array.tensor->dtype);
+  const uint64_t count = array.tensor->bytes / element_bytes;
   checkpoint::BlockHasher hasher(manifest_.block_bytes);
   hasher.Reset(array.tensor->bytes);
   for (uint64_t first = 0; first < count;) {
-    const StateRange range =
-        locator_.At(array.param, array.slot, first, count - first, request_.locations[array.param]);
-    HYBRIDOPT_TRY(AppendRange(range, array.tensor->dtype, hasher));
-    first += range.count;
+    // No element is cut: arrays lie in the file at multiples of their elements.
+    uint64_t bytes = std::min((count - first) * element_bytes, kDevicePieceBytes);
+    HYBRIDOPT_TRY(Room(&bytes));
+    const Capture::Source source =
+        capture_.Take(array.param, array.slot, first, bytes / element_bytes);
+    if (source.behind != nullptr)
+      HYBRIDOPT_TRY(transfer_.Await(source.behind, "state that a step puts aside"));
+    for (uint64_t done = 0; done < source.count;) {
+      const StateRange range = RangeOf(array, source, first, done);
+      HYBRIDOPT_TRY(AppendRange(range, array.tensor->dtype, hasher));
+      done += range.count;
+    }
+    if (source.aside != nullptr)
+      context_.device().DiscardHost(source.aside, RowOf(source.format).Bytes(source.count));
+    capture_.Finish(array.param, array.slot, first, source.count);
+    first += source.count;
   }
   array.tensor->hashes = hasher.Take();
   return {};
+}
+
+// What the capture has given from its element `done` on; its first one is element `first`.
+StateRange Saver::RangeOf(const Array& array, const Capture::Source& source, uint64_t first,
+                          uint64_t done) const {
+  if (source.aside == nullptr)
+    return locator_.At(array.param, array.slot, first + done, source.count - done,
+                       request_.locations[array.param]);
+  StateRange range{source.aside, source.format, source.count, false, false};
+  if (RowOf(source.format).beside_param) range.params = source.params;
+  return range;
 }
 
 Status Saver::AppendRange(const StateRange& range, int32_t dtype, checkpoint::BlockHasher& hasher) {
   const uint64_t element_bytes = DtypeBytes(dtype);
   StateReader reader(transfer_);
   for (uint64_t done = 0; done < range.count;) {
-    // A piece never ends inside an element: arrays begin in the file at multiples of their element
-    // size.
-    uint64_t bytes = std::min((range.count - done) * element_bytes,
-                              range.on_device ? kDevicePieceBytes : kPieceBytes);
-    HYBRIDOPT_TRY(Room(&bytes));
+    const uint64_t bytes = std::min((range.count - done) * element_bytes,
+                                    range.on_device ? kDevicePieceBytes : kPieceBytes);
     std::byte* const into = block_ + filled_bytes_;
     HYBRIDOPT_TRY(reader.Read(range, done, bytes / element_bytes, dtype, into));
     hasher.Add(into, bytes);
-    Filled(bytes);
+    filled_bytes_ += bytes;
     done += bytes / element_bytes;
   }
   return {};

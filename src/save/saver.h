@@ -4,7 +4,9 @@
 //   arenas, device --copy, hash--> blocks --threads--> file --truncate, sync--> (part) --> ready
 #pragma once
 
+#include <cstddef>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -15,8 +17,8 @@
 #include "checkpoint/format/hash.h"
 #include "machine/context.h"
 #include "machine/pinned_room.h"
+#include "place/capture.h"
 #include "place/state_locator.h"
-#include "state/capture.h"
 #include "state_io/state_reader.h"
 #include "state_io/transfer.h"
 
@@ -55,10 +57,19 @@ class Saver {
     ~Owner() = default;
   };
 
-  // Decides the offset of each array in the file.
-  static Result<std::unique_ptr<Saver>> Create(Context& context, const ParamTable& table,
-                                               const StateShape& shape, const StateLocator& locator,
-                                               SaveRequest request, const SavePoint& point);
+  // What a save reads.
+  struct Saved {
+    const ParamTable& table;
+    const StateShape& shape;
+    const Residence& residence;  // the timeline's, as the chunks
+    const ChunkTable& chunks;
+    StateLocator locator;
+  };
+  // Decides the offset of each array in the file. Steps put aside what the save has not read into
+  // the buffer.
+  static Result<std::unique_ptr<Saver>> Create(Context& context, const Saved& saved,
+                                               SaveRequest request, const SavePoint& point,
+                                               std::span<std::byte> buffer);
   ~Saver();  // waits for its thread
   Saver(const Saver&) = delete;
   Saver& operator=(const Saver&) = delete;
@@ -67,7 +78,7 @@ class Saver {
   // cannot be started, the owner's functions are called before Start returns. If `failure` is an
   // error, nothing is written and `failure` is the outcome.
   void Start(std::string directory, Status failure, Owner& owner);
-  // A later step waits for this capture before it overwrites state.
+  // A later step asks this capture before it overwrites state.
   Capture& capture() { return capture_; }
   // Waits until the saver's thread has ended. OK: this rank's file is on disk; on ranks other than
   // 0, so is the rank's part of the manifest.
@@ -83,18 +94,17 @@ class Saver {
     StateSlot slot;
     checkpoint::StoredTensor* tensor;
   };
-  Saver(Context& context, SaveRequest request, const SavePoint& point, const StateLocator& locator,
-        uint32_t param_count)
+  Saver(Context& context, const Saved& saved, SaveRequest request, const SavePoint& point)
       : context_(context),
         request_(std::move(request)),
         point_(point),
-        locator_(locator),
-        capture_(param_count) {}
+        locator_(saved.locator),
+        capture_(saved.shape, saved.residence, saved.chunks) {}
 
   Status LayOut(const ParamTable& table, const StateShape& shape);
   bool IsStored(const Param& param, uint32_t id) const;
   void ListShard(const Param& param, uint32_t id, const ParamShape& shaped);
-  void FillCapture();
+  void FillCapture(std::span<std::byte> buffer);
   bool Borrows(const Array& array) const;
   void RunThread();
   void FreeTransfer();
@@ -102,9 +112,10 @@ class Saver {
   Status Write();
   Status WriteArrays(checkpoint::BlockWriter& writer);
   Status Room(uint64_t* bytes);
-  void Filled(uint64_t bytes);
   Status Append(const void* data, uint64_t bytes);
   Status AppendArray(const Array& array);
+  StateRange RangeOf(const Array& array, const Capture::Source& source, uint64_t first,
+                     uint64_t done) const;
   Status AppendRange(const StateRange& range, int32_t dtype, checkpoint::BlockHasher& hasher);
   Status WritePart();
   void Wrote(uint64_t bytes);
@@ -127,7 +138,6 @@ class Saver {
   checkpoint::BlockWriter* writer_ = nullptr;
   std::byte* block_ = nullptr;  // the block that is being filled
   uint64_t filled_bytes_ = 0;   // the filled bytes of block_
-  uint64_t position_ = 0;       // in the file
 
   Owner* owner_ = nullptr;
   system::Thread thread_;

@@ -54,6 +54,7 @@ struct ShapeOptions {
   uint64_t stream_ring_bytes = 0;  // of that ring; 0: kDefaultStreamSlots
   uint64_t early_bytes = 0;        // pinned memory for chunks that are updated before their step
   bool tracks_changes = false;     // steps note which elements of params they change
+  uint64_t save_buffer_bytes = 0;  // for state that a step puts aside while a save has to read it
 };
 
 // The smallest ranges of a param that may be cut. Units are counted in the whole tensor: the first

@@ -21,9 +21,10 @@ StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t ro
       comm_(parts.comm),
       plan_(parts.table, parts.shape, parts.residence, parts.chunks, parts.swap, rounding_seed),
       updater_(parts.table, parts.shape, parts.memory, context.kernels(), parts.changes),
+      aside_(parts.table, parts.shape, parts.residence, parts.memory, plan_, parts.lanes),
       cpu_executor_(context, parts.table, plan_, parts.lanes, queue_, *this, updater_),
       streamed_(context.side_threads(), parts.table, parts.shape, plan_, parts.memory, parts.lanes,
-                queue_, *this, updater_, parts.changes),
+                queue_, *this, aside_, parts.changes),
       device_executor_(parts.table, parts.shape, parts.memory, parts.lanes, parts.changes),
       early_(context, parts.table, parts.shape, plan_, parts.lanes, parts.step_counts, queue_,
              *this, updater_),
@@ -37,6 +38,7 @@ StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t ro
 
 Status StepPipeline::Start() {
   HYBRIDOPT_TRY(streamed_.Start());
+  HYBRIDOPT_TRY(aside_.Start());
   return early_.Start();
 }
 
@@ -74,7 +76,7 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
   } else {
     HYBRIDOPT_TRY(RunStaged(request, ready, result, &verdict));
   }
-  AwaitBorrowed(result);
+  HYBRIDOPT_TRY(PutBorrowedAside(result));
   CountStep(verdict, result);
   early_.End(request, result);
   return {};
@@ -156,35 +158,52 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   step.follow_params = (request.flags & OFFLOAD_STEP_FOLLOW_PARAMS) != 0;
   const uint64_t total = plan_.active_count(0);
   result->cpu_elements = total;
-  // The update is one pass. While a save runs, the pass is cut into ranges, and each range waits
-  // until the save has read it.
-  const uint64_t most = capture_ != nullptr ? shape_.options.chunk_elements : total;
-  for (WorkRange range{0, 0}; range.end < total;) {
-    range = {range.end, std::min(range.end + most, total)};
-    updater_.AwaitCapture(step, 0, range);
-    const ProfilerRange updating("update", 0);
-    pieces_.Reset(range, kWorkGrainElements, kWorkPieceElements);
-    HYBRIDOPT_TRY(pieces_.Share(context_.workers(), [&](uint32_t worker) {
-      updater_.Update(step, 0, {}, pieces_, worker);
-    }));
+  // The update is one pass. While a save has state to read, the pass is cut into ranges, and the
+  // state of each range is put aside.
+  if (capture_ == nullptr || !capture_->reads_state()) return UpdateInPlace(step, {0, total});
+  WorkRange range{0, 0};
+  for (const Fragment& fragment : plan_.fragments(0)) {
+    if (!plan_.param(fragment.param).active) continue;
+    const uint64_t most = shape_.options.chunk_elements;
+    for (uint64_t first = 0, end = 0; first < fragment.count; first = end) {
+      end = fragment.unit.CutOf(first, fragment.count, most);  // as segments of the capture
+      if (range.end - range.begin + end - first > most) {
+        HYBRIDOPT_TRY(UpdateInPlace(step, range));
+        range.begin = range.end;
+      }
+      range.end += end - first;
+    }
   }
-  return {};
+  return UpdateInPlace(step, range);
+}
+
+Status StepPipeline::UpdateInPlace(const HostStep& step, const WorkRange& range) {
+  if (range.begin == range.end) return {};
+  updater_.PutAside(step, 0, range);
+  const ProfilerRange updating("update", 0);
+  pieces_.Reset(range, kWorkGrainElements, kWorkPieceElements);
+  const Status status = pieces_.Share(
+      context_.workers(), [&](uint32_t worker) { updater_.Update(step, 0, {}, pieces_, worker); });
+  updater_.Copied(step, 0, range, status.ok());
+  return status;
 }
 
 // ------------------------------------------------------------------------------- behind a save --
 
-void StepPipeline::AwaitCaptureOfDevice() {
-  if (capture_ == nullptr) return;
-  for (uint32_t id = 0; id < table_.size(); ++id)
-    if (plan_.device_count(id) > 0) capture_->Await(id, plan_.device_count(id));
+Status StepPipeline::PutDeviceShareAside() {
+  return capture_ != nullptr ? aside_.QueueDeviceShare(*capture_) : Status();
 }
 
 // After the step has completed the caller may write any param, even one that the step does not
-// update. So the step first waits until the save has read all borrowed memory.
-void StepPipeline::AwaitBorrowed(offload_step_result_t* result) {
-  if (capture_ == nullptr) return;
+// update. So the step first puts aside all borrowed memory that the save has not read.
+Status StepPipeline::PutBorrowedAside(offload_step_result_t* result) {
+  if (capture_ == nullptr) return {};
   Stopwatch total(result->total_seconds), stall(result->stall_seconds);
-  capture_->AwaitBorrowed();
+  if (!device_.unified()) return aside_.PutBorrowedAside(*capture_);
+  for (uint32_t id = 0; id < table_.size(); ++id)
+    if (capture_->borrows(id))
+      updater_.PutBorrowedAside(*capture_, id, plan_.param(id).addresses.data);
+  return {};
 }
 
 // Waits until the gradients are ready. The caller's stream may itself be waiting for the save.
@@ -224,7 +243,7 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
     return streamed_.AwaitCopiedAhead();
   }
   plan_.ScaleCoefficients(verdict->grad_factor, &host_coefficients_);
-  AwaitCaptureOfDevice();
+  HYBRIDOPT_TRY(PutDeviceShareAside());
   HYBRIDOPT_TRY(device_executor_.Queue(plan_));
   marks_->issued(kDevicePart);
   return RunChunks(result);
@@ -275,6 +294,7 @@ Status StepPipeline::RunChunks(offload_step_result_t* result) {
   double no_chunk_seconds = 0;
   Stopwatch stall(plan_.chunk_count() > 0 ? result->stall_seconds : no_chunk_seconds);
   HYBRIDOPT_TRY(device_executor_.Await(&result->device_update_seconds));
+  if (capture_ != nullptr) aside_.DeviceShareCopied(*capture_);
   marks_->reached(kDevicePart + queue_.finished());
   return {};
 }

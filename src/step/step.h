@@ -27,8 +27,9 @@
 #include "machine/context.h"
 #include "machine/host_norm_sums.h"
 #include "machine/lanes.h"
-#include "state/capture.h"
+#include "place/capture.h"
 #include "state/move_table.h"
+#include "step/executors/aside_copier.h"
 #include "step/executors/chunk_queue.h"
 #include "step/executors/chunk_update.h"
 #include "step/executors/cpu_executor.h"
@@ -119,8 +120,9 @@ class StepPipeline : private ChunkProgress {
   HostStep HostStepNow() const { return {plan_, host_coefficients_, capture_}; }
 
   Status RunInPlace(const StepRequest& request, offload_step_result_t* result, Verdict* verdict);
-  void AwaitCaptureOfDevice();
-  void AwaitBorrowed(offload_step_result_t* result);
+  Status UpdateInPlace(const HostStep& step, const WorkRange& range);
+  Status PutDeviceShareAside();
+  Status PutBorrowedAside(offload_step_result_t* result);
   Status AwaitGradients(EventHandle ready);
   Status RunStaged(const StepRequest& request, EventHandle ready, offload_step_result_t* result,
                    Verdict* verdict);
@@ -148,6 +150,7 @@ class StepPipeline : private ChunkProgress {
   const Comm& comm_;
   StepPlan plan_;
   const ChunkUpdater updater_;
+  AsideCopier aside_;
   ChunkQueue queue_;
   CpuExecutor cpu_executor_;
   StreamedExecutor streamed_;

@@ -82,7 +82,7 @@ static const pin_t pins[] = {
     FIELD(offload_comm_t, max, 32, 8),
     FIELD(offload_comm_t, barrier, 40, 8),
 
-    STRUCT(offload_optimizer_options_t, 104),
+    STRUCT(offload_optimizer_options_t, 112),
     FIELD(offload_optimizer_options_t, struct_size, 0, 4),
     FIELD(offload_optimizer_options_t, algorithm, 4, 4),
     FIELD(offload_optimizer_options_t, device_fraction, 8, 8),
@@ -102,6 +102,7 @@ static const pin_t pins[] = {
     FIELD(offload_optimizer_options_t, early_update_bytes, 88, 8),
     FIELD(offload_optimizer_options_t, track_changes, 96, 4),
     FIELD(offload_optimizer_options_t, reserved2, 100, 4),
+    FIELD(offload_optimizer_options_t, save_buffer_bytes, 104, 8),
 
     STRUCT(offload_group_t, 96),
     FIELD(offload_group_t, struct_size, 0, 4),
@@ -152,7 +153,7 @@ static const pin_t pins[] = {
     FIELD(offload_binding_t, data, 8, 8),
     FIELD(offload_binding_t, grad, 16, 8),
 
-    STRUCT(offload_plan_t, 1752),
+    STRUCT(offload_plan_t, 1760),
     FIELD(offload_plan_t, struct_size, 0, 4),
     FIELD(offload_plan_t, param_count, 4, 4),
     FIELD(offload_plan_t, element_count, 8, 8),
@@ -181,6 +182,7 @@ static const pin_t pins[] = {
     FIELD(offload_plan_t, host_early_bytes, 1728, 8),
     FIELD(offload_plan_t, host_change_bytes, 1736, 8),
     FIELD(offload_plan_t, device_change_bytes, 1744, 8),
+    FIELD(offload_plan_t, host_save_bytes, 1752, 8),
 
     STRUCT(offload_step_options_t, 32),
     FIELD(offload_step_options_t, struct_size, 0, 4),

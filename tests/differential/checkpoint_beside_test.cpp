@@ -9,7 +9,9 @@
 
 #include "../forwarding_device.h"
 #include "../held_files.h"
+#include "../scale.h"
 #include "../temporary_directory.h"
+#include "base/system.h"
 #include "lifecycle_rig.h"
 #include "machine/timeline.h"
 
@@ -52,6 +54,7 @@ class BesideASave : public testing::Test {
     LifecycleSetting setting;
     setting.device_kind = place.device;
     setting.optimizer = {place.fraction, 1024, 2, place.host_executors};
+    setting.optimizer.save_buffer_bytes = buffer_bytes_;
     setting.files = &files_;
     setting.wrap = wrap_;
     rig_.emplace(solved_->problem, setting);
@@ -60,6 +63,15 @@ class BesideASave : public testing::Test {
     rig_->Wait(rig_->Step(solved_->problem.steps[0]));
     path_ = directory_ / std::to_string(saves_++);
     if (stream == nullptr) save_ = rig_->Save(path_);
+  }
+  offload_ticket_t QueueStep(size_t step) {
+    rig_->NewGrads(solved_->problem.steps[step]);
+    rig_->BindAll();
+    return rig_->Step(solved_->problem.steps[step]);
+  }
+  static std::string Text(const Place& place) {
+    return ", device " + std::to_string(place.device) + ", fraction " +
+           std::to_string(place.fraction) + ", executors " + std::to_string(place.host_executors);
   }
   int32_t Look(offload_ticket_t ticket) {
     return offload_optimizer_wait(rig_->optimizer(), ticket, 0);
@@ -88,6 +100,7 @@ class BesideASave : public testing::Test {
   std::optional<Solved> solved_;
   std::optional<LifecycleRig> rig_;
   std::string path_;
+  uint64_t buffer_bytes_ = 0;  // for what steps put aside
   int saves_ = 0;
   offload_ticket_t save_ = 0;
 };
@@ -138,6 +151,176 @@ TEST_F(BesideASave, NoExecutorOverwritesWhatItHasStillToRead) {
       EXPECT_EQ(SavedDifference(), "") << "executors " << executors << ", fraction " << fraction;
       EXPECT_EQ(rig_->Difference(solved_->trace[2]), "");
     }
+  }
+}
+
+constexpr uint64_t kSlotBytes = uint64_t{64} << 10;  // for each array of a piece of a param
+
+const std::vector<Place> kPlacesWithBuffers = {
+    {OFFLOAD_DEVICE_HOST, 0},
+    {OFFLOAD_DEVICE_SIM, 0, OFFLOAD_EXECUTORS_CPU},
+    {OFFLOAD_DEVICE_SIM, 0.4, OFFLOAD_EXECUTORS_CPU},
+    {OFFLOAD_DEVICE_SIM, 0.4, OFFLOAD_EXECUTORS_STREAMED},
+    {OFFLOAD_DEVICE_SIM, 0.4, OFFLOAD_EXECUTORS_AUTO},
+    {OFFLOAD_DEVICE_SIM, 1}};
+
+// The save has read nothing when the steps have completed, and the caller has written its params.
+TEST_F(BesideASave, WithRoomForAllStepsDoNotWaitForIt) {
+  constexpr size_t kSteps = 4;
+  buffer_bytes_ = UINT64_MAX;  // no more is taken than all state could use
+  for (const StateChoice& state : StateChoices()) {
+    for (const Place& place : kPlacesWithBuffers) {
+      SCOPED_TRACE(state.Text() + Text(place));
+      Start(SmallProblem(kSteps, state), place, true);
+      for (size_t step = 1; step < kSteps; ++step)
+        ASSERT_EQ(offload_optimizer_wait(rig_->optimizer(), QueueStep(step), kLongNs), OFFLOAD_OK)
+            << offload_last_error();
+      EXPECT_EQ(Look(save_), OFFLOAD_TIMED_OUT);
+      for (uint32_t id = 0; id < rig_->size(); ++id) {
+        const uint64_t bytes = solved_->problem.params[id].data_bytes();
+        ASSERT_EQ(rig_->Read(rig_->data[id], bytes), solved_->trace[kSteps].params[id].data);
+        rig_->Write(rig_->data[id], Bytes(bytes, std::byte{255}));
+      }
+      files_.before_reading = false;
+      rig_->Wait(save_);
+      EXPECT_EQ(SavedDifference(), "");
+    }
+  }
+}
+
+TEST_F(BesideASave, AFullBufferIsWaitedFor) {
+  for (const Place& place : kPlacesWithBuffers) {
+    for (const uint64_t slots : {uint64_t{1}, uint64_t{4}, uint64_t{14}}) {
+      buffer_bytes_ = slots * kSlotBytes + 17;
+      Start(SmallProblem(2), place, true);
+      const offload_ticket_t step = QueueStep(1);
+      EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), step, kAWhileNs), OFFLOAD_TIMED_OUT);
+      files_.before_reading = false;
+      rig_->Wait(step);
+      rig_->Wait(save_);
+      EXPECT_EQ(SavedDifference(), "") << slots << " slots" << Text(place);
+      EXPECT_EQ(rig_->Difference(solved_->trace[2]), "");
+    }
+  }
+}
+
+TEST_F(BesideASave, TheFilesAreTheSameWithBuffersOfAllSizes) {
+  for (uint64_t seed = 0; seed < Scaled(60u); ++seed) {
+    Random random(seed);
+    const std::vector<StateChoice> states = StateChoices();
+    const StateChoice state = states[random.Below(states.size())];
+    Place place = kPlacesWithBuffers[random.Below(kPlacesWithBuffers.size())];
+    if (place.device == OFFLOAD_DEVICE_SIM) place.fraction = random.Unit();
+    const size_t steps = 2 + random.Below(4);
+    buffer_bytes_ = random.OneIn(4) ? 0 : random.Below(20 * kSlotBytes);
+    SCOPED_TRACE("seed " + std::to_string(seed) + ", " + state.Text() + Text(place) + ", " +
+                 std::to_string(buffer_bytes_) + " bytes");
+    Start(SmallProblem(steps, state), place, false);
+    files_.before_end = false;
+    for (size_t step = 1; step < steps; ++step) rig_->Wait(QueueStep(step));
+    rig_->Wait();
+    ASSERT_EQ(SavedDifference(), "");
+    ASSERT_EQ(rig_->Difference(solved_->trace[steps]), "");
+  }
+}
+
+offload_plan_t PlanWithBuffer(int32_t device_kind, uint64_t buffer_bytes) {
+  const Solved solved(SmallProblem(1));
+  LifecycleSetting setting;
+  setting.device_kind = device_kind;
+  setting.optimizer.save_buffer_bytes = buffer_bytes;
+  const LifecycleRig rig(solved.problem, setting);
+  auto plan = Make<offload_plan_t>();
+  MUST(offload_optimizer_plan(rig.optimizer(), &plan));
+  return plan;
+}
+
+TEST(SaveBuffer, ThePlanTellsWhatIsTaken) {
+  for (int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    const offload_plan_t none = PlanWithBuffer(device, 0);
+    const offload_plan_t all = PlanWithBuffer(device, uint64_t{1} << 40);
+    EXPECT_EQ(none.host_save_bytes, 0u);
+    EXPECT_LT(all.host_save_bytes, 60 * kSlotBytes);
+    EXPECT_EQ(PlanWithBuffer(device, 12345).host_save_bytes, 12345u);
+    EXPECT_EQ(PlanWithBuffer(device, UINT64_MAX).host_save_bytes, all.host_save_bytes);
+    EXPECT_EQ(all.host_bytes - none.host_bytes, all.host_save_bytes);
+  }
+}
+
+// State that takes half of what is free leaves an eighth of it to the buffer.
+TEST(SaveBuffer, OfItsOwnChoiceTheLibraryTakesAQuarterOfWhatIsLeft) {
+  auto context_options = Make<offload_context_options_t>();
+  context_options.device_kind = OFFLOAD_DEVICE_HOST;
+  context_options.threads = 1;
+  offload_context_t context = nullptr;
+  MUST(offload_context_create(&context_options, &context));
+  auto options = Make<offload_optimizer_options_t>();
+  options.algorithm = OFFLOAD_ADAMW;
+  options.save_buffer_bytes = UINT64_MAX;
+  offload_optimizer_t optimizer = nullptr;
+  MUST(offload_optimizer_create(context, &options, &optimizer));
+  auto group = Make<offload_group_t>();
+  group.beta1 = group.beta2 = 0.5;
+  group.eps = 1e-8;
+  uint32_t group_id = 0;
+  MUST(offload_optimizer_add_group(optimizer, &group, &group_id));
+  const auto available = static_cast<double>(system::AvailableBytes());
+  auto param = Make<offload_param_t>();
+  param.name = "large";
+  param.dtype = param.grad_dtype = OFFLOAD_BF16;
+  param.count = static_cast<uint64_t>(available / 24);
+  param.data = reinterpret_cast<void*>(uint64_t{1} << 40);  // nothing looks there
+  MUST(offload_optimizer_add_params(optimizer, &param, 1, nullptr));
+  auto plan = Make<offload_plan_t>();
+  MUST(offload_optimizer_plan(optimizer, &plan));
+  EXPECT_GT(static_cast<double>(plan.host_save_bytes), 0.05 * available);
+  EXPECT_LT(static_cast<double>(plan.host_save_bytes), 0.2 * available);
+  EXPECT_EQ(plan.fits, 1);
+  MUST(offload_optimizer_destroy(optimizer));
+  MUST(offload_context_destroy(context));
+}
+
+// What a step copies is at the new addresses, and the save reads the old ones.
+TEST_F(BesideASave, AStepWaitsIfParamsThatItReadsHaveMoved) {
+  buffer_bytes_ = 100 * kSlotBytes;
+  const StateChoice split{OFFLOAD_MASTER_SPLIT};
+  for (const auto& [state, place] : {std::pair{StateChoice(), Place{OFFLOAD_DEVICE_HOST, 0}},
+                                     std::pair{split, Place{OFFLOAD_DEVICE_HOST, 0}},
+                                     std::pair{split, Place{OFFLOAD_DEVICE_SIM, 0.4}}}) {
+    Start(SmallProblem(2, state), place, true);
+    for (uint32_t id = 0; id < rig_->size(); ++id) {
+      const uint64_t bytes = solved_->problem.params[id].data_bytes();
+      rig_->data[id] = rig_->Allocate(bytes);
+      rig_->Write(rig_->data[id], Bytes(bytes, std::byte{1}));
+    }
+    const offload_ticket_t step = QueueStep(1);
+    EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), step, kAWhileNs), OFFLOAD_TIMED_OUT);
+    files_.before_reading = false;
+    rig_->Wait(step);
+    rig_->Wait(save_);
+    EXPECT_EQ(SavedDifference(), "") << Text(place);
+  }
+}
+
+// Nothing of the first save is left in the buffer.
+TEST_F(BesideASave, TheBufferIsFreeAgainWhenASaveHasFailed) {
+  buffer_bytes_ = 100 * kSlotBytes;
+  for (const Place& place : kPlacesWithBuffers) {
+    files_.is_broken = true;
+    Start(SmallProblem(3), place, true);
+    rig_->Wait(QueueStep(1));
+    files_.before_reading = false;
+    EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), save_, -1), OFFLOAD_IO_FAILED);
+    files_.is_broken = false;
+    files_.before_reading = true;
+    save_ = rig_->Save(path_);
+    rig_->Wait(QueueStep(2));
+    files_.before_reading = false;
+    rig_->Wait(save_);
+    EXPECT_EQ(rig_->Difference(solved_->trace[3]), "");
+    LifecycleRig loaded(solved_->problem, {});
+    ASSERT_EQ(loaded.TryLoad(path_), OFFLOAD_OK) << offload_last_error();
+    EXPECT_EQ(loaded.Difference(solved_->trace[2]), "");
   }
 }
 

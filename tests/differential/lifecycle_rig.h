@@ -384,6 +384,7 @@ class LifecycleRig {
     options.host_executors = setting_.optimizer.host_executors;
     options.stream_ring_bytes = setting_.optimizer.stream_ring_bytes;
     options.early_update_bytes = setting_.optimizer.early_update_bytes;
+    options.save_buffer_bytes = setting_.optimizer.save_buffer_bytes;
     options.movable = setting_.movable;
     options.comm = setting_.comm;
     options.track_changes = setting_.track_changes;

@@ -30,6 +30,7 @@ class Ranks {
     for (uint32_t rank = 0; rank < sharded.world(); ++rank) {
       RanksSetting own = setting;
       own.context.seed = rank;
+      own.optimizer.save_buffer_bytes /= rank + 1;
       ranks_.push_back(
           std::make_unique<ShardedRank>(sharded, rank, comm_.Table(static_cast<int32_t>(rank)),
                                         own.context, own.optimizer, movable, comm_timeout_ns));

@@ -47,6 +47,7 @@ struct OptimizerSetting {
   int32_t host_executors = OFFLOAD_EXECUTORS_AUTO;
   uint64_t stream_ring_bytes = 0;
   uint64_t early_update_bytes = 0;
+  uint64_t save_buffer_bytes = 0;
 };
 
 // Draws which executors update the host share, and how large the device's ring is for such chunks.
@@ -169,6 +170,7 @@ class Rig {
     options.host_executors = setting.host_executors;
     options.stream_ring_bytes = setting.stream_ring_bytes;
     options.early_update_bytes = setting.early_update_bytes;
+    options.save_buffer_bytes = setting.save_buffer_bytes;
     options.comm = rank.comm;
     options.comm_timeout_ns = rank.comm_timeout_ns;
     options.movable = rank.movable;

@@ -127,6 +127,8 @@ Program::Program(Family drawn_family, uint64_t drawn_number)
   if (random.OneIn(2)) variant += 2;
   if (random.OneIn(2) && sim && options.host_executors != OFFLOAD_EXECUTORS_STREAMED)
     options.early_update_bytes = uint64_t{1} << (13 + random.Below(4));
+  // Each array of a param that a step puts aside takes 64 KiB.
+  if (random.OneIn(2)) options.save_buffer_bytes = (uint64_t{64} << 10) * (1 + random.Below(20));
 }
 
 // Ranks make the same calls, so theirs are counted once.
@@ -164,17 +166,19 @@ bool Program::may_fail() const {
 
 std::string Program::Text() const {
   char text[400];
-  std::snprintf(
-      text, sizeof(text),
-      "%s, %u %s, %u update threads, variant %u, executors %d, fraction %.1f, %u staging "
-      "slots, %llu bytes for early updates, delays up to %llu ns, %s before destroy, rank 1 %s at "
-      "call %llu\n",
-      sim ? "sim" : "host", trainers, world > 1 ? "ranks" : "optimizers", threads, variant,
-      options.host_executors, options.device_fraction, options.staging_slots,
-      static_cast<unsigned long long>(options.early_update_bytes),
-      static_cast<unsigned long long>(sim_delay_ns_max), waits_at_end ? "waits" : "does not wait",
-      kFaultNames[static_cast<size_t>(comm_fault)],
-      static_cast<unsigned long long>(comm_fault_call));
+  std::snprintf(text, sizeof(text),
+                "%s, %u %s, %u update threads, variant %u, executors %d, fraction %.1f, %u staging "
+                "slots, %llu bytes for early updates, %llu for saves, delays up to %llu ns, %s "
+                "before destroy, rank 1 %s at "
+                "call %llu\n",
+                sim ? "sim" : "host", trainers, world > 1 ? "ranks" : "optimizers", threads,
+                variant, options.host_executors, options.device_fraction, options.staging_slots,
+                static_cast<unsigned long long>(options.early_update_bytes),
+                static_cast<unsigned long long>(options.save_buffer_bytes),
+                static_cast<unsigned long long>(sim_delay_ns_max),
+                waits_at_end ? "waits" : "does not wait",
+                kFaultNames[static_cast<size_t>(comm_fault)],
+                static_cast<unsigned long long>(comm_fault_call));
   std::string all = text;
   for (const auto* scripts : {&owners, &observers, &stash_users})
     for (const Script& script : *scripts) {

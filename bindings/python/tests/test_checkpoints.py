@@ -365,11 +365,11 @@ def test_weights_written_behind_a_failed_save_tell_nothing_of_it(tmp_path):
         with torch.no_grad():
             param.fill_(1.0)
         run(optimizer, [param], [2])
+        assert optimizer.state[param]["step"] == 2
+        with pytest.raises(abi.IoFailedError, match="saved.*File too large"):
+            transfer.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert optimizer.state[param]["step"] == 2
-    with pytest.raises(abi.IoFailedError, match="saved.*File too large"):
-        transfer.wait()
 
 
 SAVE_AND_END = """

@@ -30,13 +30,62 @@ void ChunkUpdater::ForEachActiveRange(const HostStep& step, uint32_t chunk, cons
       std::forward<Visit>(visit));
 }
 
-void ChunkUpdater::AwaitCapture(const HostStep& step, uint32_t chunk,
-                                const WorkRange& range) const {
+// Calls call(capture, ranges) for the range's elements, as the capture counts them.
+template <typename Call>
+void ChunkUpdater::CallCapture(const HostStep& step, uint32_t chunk, const WorkRange& range,
+                               Call&& call) const {
   if (step.capture == nullptr) return;
-  ForEachActiveRange(step, chunk, range,
-                     [&](const Fragment& fragment, uint64_t first, uint64_t count) {
-                       step.capture->Await(fragment.param, fragment.begin + first + count);
-                     });
+  call(*step.capture, [&](Capture::Visit visit) {
+    ForEachActiveRange(step, chunk, range,
+                       [&](const Fragment& fragment, uint64_t first, uint64_t count) {
+                         visit(fragment.param, fragment.begin + first, count);
+                       });
+  });
+}
+
+void ChunkUpdater::PutAside(const HostStep& step, uint32_t chunk, const WorkRange& range) const {
+  CallCapture(step, chunk, range,
+              [](Capture& capture, Capture::Ranges ranges) { capture.PutAside(ranges); });
+}
+
+void ChunkUpdater::Copied(const HostStep& step, uint32_t chunk, const WorkRange& range,
+                          bool begun) const {
+  CallCapture(step, chunk, range, [begun](Capture& capture, Capture::Ranges ranges) {
+    begun ? capture.Copied(ranges) : capture.Withdraw(ranges);
+  });
+}
+
+void ChunkUpdater::PutBorrowedAside(Capture& capture, uint32_t id, const void* params) const {
+  const uint64_t param_bytes = DtypeBytes(table_.param(id).dtype);
+  capture.ForEachSegment(id, [&](uint64_t begin, uint64_t count) {
+    const auto ranges = [&](Capture::Visit visit) { visit(id, begin, count); };
+    if (!capture.PutAside(ranges, Capture::Arrays::kBorrowed)) return;
+    CopyAside(capture, id, Tier::kHost, {begin, begin + count},
+              static_cast<const std::byte*>(params) + begin * param_bytes);
+    kernels_.publish();
+    capture.Copied(ranges, Capture::Arrays::kBorrowed);
+  });
+}
+
+// Copies what the capture has given room to, of these elements of a param. `params` are those at
+// the first of them.
+void ChunkUpdater::CopyAside(const Capture& capture, uint32_t id, Tier tier, const WorkRange& range,
+                             const std::byte* params) const {
+  const ParamShape& shaped = shape_.params[id];
+  const uint64_t param_bytes = DtypeBytes(table_.param(id).dtype);
+  for (StateSlot slot : {kMaster, kMoment0, kMoment1}) {
+    const StateSlot stored = slot == kMaster ? shaped.master_slot() : slot;
+    capture.ForEachCopy(
+        id, slot, range.begin, range.end - range.begin,
+        [&](uint64_t first, uint64_t count, std::byte* copy, std::byte* params_copy) {
+          const std::byte* const params_here = params + (first - range.begin) * param_bytes;
+          const std::byte* state = memory_.At(tier, id, stored, first);
+          if (state == nullptr) state = params_here;  // the param is its own master
+          kernels_.copy_past_caches(copy, state, shaped.Bytes(stored, first, count));
+          if (stored == kMasterLow)
+            kernels_.copy_past_caches(params_copy, params_here, count * param_bytes);
+        });
+  }
 }
 
 void ChunkUpdater::Update(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
@@ -92,6 +141,9 @@ void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const Chunk
         span.grad = GradAddress(param, fragment, buffers, first);
         span.param = ParamAt(fragment, first, DtypeBytes(table_.param(id).dtype), buffers.params,
                              param.addresses.data);
+        if (step.capture != nullptr)
+          CopyAside(*step.capture, id, fragment.tier, {element, element + count},
+                    static_cast<const std::byte*>(span.param));
         span.master = MasterAt(fragment.tier, id, element, span.param);
         span.moment0 = memory_.At(fragment.tier, id, kMoment0, element);
         span.moment1 = memory_.At(fragment.tier, id, kMoment1, element);

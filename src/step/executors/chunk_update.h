@@ -8,10 +8,10 @@
 #include <cstdint>
 #include <span>
 
+#include "place/capture.h"
 #include "place/state_memory.h"
 #include "runtime/work_pieces.h"
 #include "runtime/worker_pool.h"
-#include "state/capture.h"
 #include "state_io/change_log.h"
 #include "step/step_plan.h"
 
@@ -50,8 +50,15 @@ class ChunkUpdater {
   // One worker's part of copying the state of a chunk back.
   void Restore(std::span<const Fragment> fragments, uint64_t element_count, const StateAreas& old,
                WorkPieces& pieces, uint32_t worker) const;
-  // Waits until the running save has read the state that the update of these elements writes.
-  void AwaitCapture(const HostStep& step, uint32_t chunk, const WorkRange& range) const;
+  // Before the update of these elements: while a save runs, gives room to what it has still to
+  // read of them (Capture::PutAside). The update copies that there.
+  void PutAside(const HostStep& step, uint32_t chunk, const WorkRange& range) const;
+  // After it. If no worker has begun, nothing has been put aside.
+  void Copied(const HostStep& step, uint32_t chunk, const WorkRange& range,
+              bool begun = true) const;
+  // Where params are in host memory: puts aside, on this thread, what the running save borrows of a
+  // param and nothing has put aside yet.
+  void PutBorrowedAside(Capture& capture, uint32_t id, const void* params) const;
 
  private:
   template <typename Visit>
@@ -59,6 +66,10 @@ class ChunkUpdater {
                           Visit&& visit) const;
   void UpdatePiece(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
                    const WorkRange& piece) const;
+  template <typename Call>
+  void CallCapture(const HostStep& step, uint32_t chunk, const WorkRange& range, Call&& call) const;
+  void CopyAside(const Capture& capture, uint32_t id, Tier tier, const WorkRange& range,
+                 const std::byte* params) const;
   template <typename Visit>
   void ForEachArray(const Fragment& fragment, uint64_t first, uint64_t count, const StateAreas& old,
                     Visit&& visit) const;

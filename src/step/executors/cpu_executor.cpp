@@ -82,7 +82,7 @@ Status CpuExecutor::AwaitNext() {
     const ProfilerRange range("await grads down", chunk);
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(slot).end, "gradients coming down"));
   }
-  updater_.AwaitCapture(task_->step, chunk, {0, plan_.active_count(chunk)});
+  updater_.PutAside(task_->step, chunk, {0, plan_.active_count(chunk)});
   task_->result->stall_seconds += SecondsSince(idle_since_ns_);
   return {};
 }
@@ -97,6 +97,8 @@ Status CpuExecutor::GiveNext() {
   if (status.ok()) return status;
   given_ -= 1;
   busy_.clear();
+  const uint32_t chunk = slots_[SlotOf(given_)].chunk;
+  updater_.Copied(task_->step, chunk, {0, plan_.active_count(chunk)}, false);
   return status;
 }
 
@@ -142,6 +144,8 @@ void CpuExecutor::Update(Slot& slot, uint32_t worker) {
 // that has been given.
 void CpuExecutor::AfterUpdate() {
   const uint32_t number = sent_++;
+  const uint32_t chunk = slots_[SlotOf(number)].chunk;
+  updater_.Copied(task_->step, chunk, {0, plan_.active_count(chunk)});
   if (status_.ok()) status_ = CatchExceptions("a chunk", [&] { return MoveOn(number); });
   if (sent_ < given_) return;
   idle_since_ns_ = system::NowNs();
@@ -181,11 +185,12 @@ Result<bool> CpuExecutor::MayRetire() {
   return device_.Reached(lanes_.uploaded(SlotOf(retired_)).end);
 }
 
-// Whether the next chunk can be given without a wait. While a save runs, workers give no chunk:
-// only the step's own thread does, because it may have to wait until the save has read the chunk's
-// state.
+// Whether the next chunk can be given without a wait. While a save has state to read, workers give
+// no chunk: only the step's own thread does, because it may have to wait for the save.
 Result<bool> CpuExecutor::MayGive() {
-  if (given_ == taken_ || !HasSlot() || task_->step.capture != nullptr) return false;
+  const Capture* const capture = task_->step.capture;
+  if (given_ == taken_ || !HasSlot() || (capture != nullptr && capture->reads_state()))
+    return false;
   return device_.Reached(lanes_.landed(SlotOf(given_)).end);
 }
 

@@ -125,7 +125,7 @@ Status EarlyUpdates::Coming(uint32_t param, void* data, const Capture* capture) 
 Status EarlyUpdates::Accept(uint32_t chunk, const Capture* capture) {
   if (accepted_elements_ >= elements_wanted_) return {};
   for (const Fragment& fragment : plan_.fragments(chunk)) {
-    if (capture != nullptr && !capture->HasRead(fragment.param, fragment.begin + fragment.count))
+    if (capture != nullptr && !capture->HasRead(fragment.param, fragment.begin, fragment.count))
       return {};
     if (plan_.ParamComesDown(fragment.param) && request_.addresses[fragment.param].data == nullptr)
       return {};

@@ -21,7 +21,7 @@ uint64_t StreamedUpdatesMost(const StateShape& shape) {
 StreamedExecutor::StreamedExecutor(SideThreads& side_threads, const ParamTable& table,
                                    const StateShape& shape, const StepPlan& plan,
                                    const StateMemory& memory, Lanes& lanes, ChunkQueue& queue,
-                                   ChunkProgress& progress, const ChunkUpdater& updater,
+                                   ChunkProgress& progress, AsideCopier& aside,
                                    const ChangeLog& changes)
     : side_threads_(side_threads),
       table_(table),
@@ -32,7 +32,7 @@ StreamedExecutor::StreamedExecutor(SideThreads& side_threads, const ParamTable& 
       device_(lanes.device()),
       queue_(queue),
       progress_(progress),
-      updater_(updater),
+      aside_(aside),
       changes_(changes) {
   chunks_.reserve(kMaxStreamSlots);
   queued_up_.reserve(kMaxStreamSlots);
@@ -126,7 +126,8 @@ Status StreamedExecutor::UpdateChunks() {
   for (uint32_t queued = 0; finished_ < taken_;) {
     for (; queued < taken_; ++queued) {
       const uint32_t chunk = chunks_[SlotOf(queued)];
-      updater_.AwaitCapture(*step_, chunk, {0, plan_.active_count(chunk)});
+      if (step_->capture != nullptr)
+        HYBRIDOPT_TRY(aside_.PutChunkAside(*step_->capture, chunk, lanes_.state_update));
       HYBRIDOPT_TRY(QueueUpdate(queued));
       progress_.Issued(chunk, lanes_.stream_slots()[SlotOf(queued)].updated.end);
       HYBRIDOPT_TRY(QueueDown(queued));

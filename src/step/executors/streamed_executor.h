@@ -23,6 +23,7 @@
 #include "machine/lanes.h"
 #include "place/state_memory.h"
 #include "runtime/side_threads.h"
+#include "step/executors/aside_copier.h"
 #include "step/executors/chunk_queue.h"
 #include "step/executors/chunk_update.h"
 
@@ -32,7 +33,7 @@ class StreamedExecutor final : private SideThreads::Work {
  public:
   StreamedExecutor(SideThreads& side_threads, const ParamTable& table, const StateShape& shape,
                    const StepPlan& plan, const StateMemory& memory, Lanes& lanes, ChunkQueue& queue,
-                   ChunkProgress& progress, const ChunkUpdater& updater, const ChangeLog& changes);
+                   ChunkProgress& progress, AsideCopier& aside, const ChangeLog& changes);
   ~StreamedExecutor() override;
   static uint64_t Bytes(const StateShape& shape);
   // Reserves a side thread if this optimizer may use the executor.
@@ -86,7 +87,7 @@ class StreamedExecutor final : private SideThreads::Work {
   Device& device_;
   ChunkQueue& queue_;
   ChunkProgress& progress_;
-  const ChunkUpdater& updater_;
+  AsideCopier& aside_;
   const ChangeLog& changes_;
 
   bool owns_work_ = false;  // whether Start has reserved a side thread

@@ -189,6 +189,7 @@ pub struct offload_optimizer_options_t {
     pub early_update_bytes: u64,
     pub track_changes: i32,
     pub reserved2: u32,
+    pub save_buffer_bytes: u64,
 }
 default_is_zero!(offload_optimizer_options_t);
 
@@ -292,6 +293,7 @@ pub struct offload_plan_t {
     pub host_early_bytes: u64,
     pub host_change_bytes: u64,
     pub device_change_bytes: u64,
+    pub host_save_bytes: u64,
 }
 default_is_zero!(offload_plan_t);
 

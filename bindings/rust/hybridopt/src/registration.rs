@@ -150,6 +150,14 @@ impl<'a> OptimizerBuilder<'a> {
         self
     }
 
+    /// Host memory to which a step copies state before it overwrites it, while a save has still to
+    /// read it; none by default: the step waits for the save. `u64::MAX`: a quarter of the host
+    /// memory that is free.
+    pub fn save_buffer_bytes(mut self, bytes: u64) -> Self {
+        self.options.save_buffer_bytes = bytes;
+        self
+    }
+
     /// What may be offloaded later; nothing by default.
     pub fn movable(mut self, movable: Movable) -> Self {
         self.options.movable = movable.raw();

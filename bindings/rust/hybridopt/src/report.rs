@@ -168,6 +168,8 @@ pub struct Plan {
     pub host_change_bytes: u64,
     /// Of device_scratch_bytes: for options.track_changes.
     pub device_change_bytes: u64,
+    /// Of host_bytes: for state that steps put aside while a save runs.
+    pub host_save_bytes: u64,
 }
 
 impl From<&sys::offload_plan_t> for Plan {
@@ -199,6 +201,7 @@ impl From<&sys::offload_plan_t> for Plan {
             host_early_bytes: raw.host_early_bytes,
             host_change_bytes: raw.host_change_bytes,
             device_change_bytes: raw.device_change_bytes,
+            host_save_bytes: raw.host_save_bytes,
         }
     }
 }

@@ -221,6 +221,7 @@ class offload_optimizer_options_t(Struct):
     early_update_bytes: int
     track_changes: int
     reserved2: int
+    save_buffer_bytes: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("algorithm", ctypes.c_int32),
@@ -241,6 +242,7 @@ class offload_optimizer_options_t(Struct):
         ("early_update_bytes", ctypes.c_uint64),
         ("track_changes", ctypes.c_int32),
         ("reserved2", ctypes.c_uint32),
+        ("save_buffer_bytes", ctypes.c_uint64),
     ]
 
 
@@ -379,6 +381,7 @@ class offload_plan_t(Struct):
     host_early_bytes: int
     host_change_bytes: int
     device_change_bytes: int
+    host_save_bytes: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("param_count", ctypes.c_uint32),
@@ -408,6 +411,7 @@ class offload_plan_t(Struct):
         ("host_early_bytes", ctypes.c_uint64),
         ("host_change_bytes", ctypes.c_uint64),
         ("device_change_bytes", ctypes.c_uint64),
+        ("host_save_bytes", ctypes.c_uint64),
     ]
 
 

@@ -89,6 +89,8 @@ class PlannedMemory:
     """Of host_bytes: for options.track_changes."""
     device_change_bytes: int
     """Of device_scratch_bytes: for options.track_changes."""
+    host_save_bytes: int
+    """Of host_bytes: for state that steps put aside while a save runs."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from ..ranks.local_ranks import mask_of
 from ..settings import placement
 from ..settings.contexts import context_for
 from ..settings.options import (
+    ALL_BYTES,
+    AUTO_BUFFER,
     HOST_EXECUTORS,
     MASTER_LAYOUTS,
     NUMA_POLICIES,
@@ -100,6 +102,7 @@ def make_engine(
         allow_pageable=int(not options["pin"]),
     )
     fraction, budget_bytes = options["offload_fraction"], options["device_budget_bytes"]
+    buffer_bytes = options["save_buffer_bytes"]
 
     def engine_for(device_fraction: float, host_executors: str) -> Engine:
         return Engine(
@@ -115,6 +118,7 @@ def make_engine(
             host_executors=HOST_EXECUTORS[host_executors],
             early_update_bytes=early_update_bytes(options, device, host_executors),
             track_changes=int(options["track_changes"]),
+            save_buffer_bytes=ALL_BYTES if buffer_bytes == AUTO_BUFFER else buffer_bytes,
             **({} if comm is None else comm.options()),
         )
 

@@ -40,6 +40,8 @@ STATE_DTYPES = {
 }
 MOST_THREADS = 1024  # of the library
 MOST_SECONDS = 1e9  # the library counts nanoseconds in 63 bits
+AUTO_BUFFER = "auto"
+ALL_BYTES = (1 << 64) - 1  # as save_buffer_bytes of the library: the library chooses
 NUMA_POLICIES = {"near": abi.OFFLOAD_NUMA_NEAR, "interleaved": abi.OFFLOAD_NUMA_INTERLEAVED}
 
 
@@ -199,6 +201,21 @@ class OffloadOptions(TypedDict, total=False):
             """steps note which elements of params they change, for weight_changes(): a bit for each element where
             it is updated, and two more on the host.""",
             expect(lambda v: isinstance(v, bool), "True or False"),
+        ),
+    ]
+    save_buffer_bytes: Annotated[
+        int | str,
+        Option(
+            'int or "auto"',
+            "auto",
+            """host memory to which a step copies state before it overwrites it, while save_checkpoint() has still
+            to read it; 0: the step waits for that. "auto": at most a quarter of the host memory that is free when
+            the optimizer makes its state, shared with the other ranks of the machine. No more is taken than all
+            state could use; plan().host_save_bytes says how much that is.""",
+            expect(
+                lambda v: v == AUTO_BUFFER or is_whole(v, 0, ALL_BYTES),
+                f"a number of bytes, 0 for no buffer, or {AUTO_BUFFER!r}",
+            ),
         ),
     ]
     threads: Annotated[

@@ -77,6 +77,7 @@ pub fn table() -> Table {
         early_update_bytes,
         track_changes,
         reserved2,
+        save_buffer_bytes,
     });
     fields!(table, offload_group_t {
         struct_size,
@@ -156,6 +157,7 @@ pub fn table() -> Table {
         host_early_bytes,
         host_change_bytes,
         device_change_bytes,
+        host_save_bytes,
     });
     fields!(table, offload_step_options_t {
         struct_size,

@@ -1,0 +1,314 @@
+#include "place/capture.h"
+
+#include <bit>
+#include <chrono>
+#include <utility>
+
+#include "base/check.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr bool AllUnitsAreElements() {
+  for (const FormatRow& row : kFormats)
+    if (row.unit_elements != 1) return false;
+  return true;
+}
+static_assert(AllUnitsAreElements(), "let pieces end where units of their format end");
+
+// The array that has what a save reads as `slot`: masters, or what the params beside it lack.
+StateSlot StoredSlot(const ParamShape& param, uint32_t slot) {
+  return slot == kMaster ? param.master_slot() : StateSlot{slot};
+}
+
+uint64_t ElementBytes(const ParamShape& param, uint32_t slot) {
+  return RowOf(param.format[StoredSlot(param, slot)]).unit_bytes;
+}
+
+uint64_t PieceElements(const ParamShape& param, uint32_t slot) {
+  const bool beside = slot == kMaster && param.beside_param();
+  return std::bit_floor(Capture::kSlotBytes /
+                        (ElementBytes(param, slot) + (beside ? sizeof(uint16_t) : 0)));
+}
+
+}  // namespace
+
+// A param begins a piece of each array, and so does each of its segments. Segments begin where
+// chunks do, where a param has had as many elements as a chunk, and once at the end of the device's
+// share.
+uint64_t Capture::BufferBytesMost(const ParamTable& table, const StateShape& shape) {
+  uint64_t slots = kArrays * (ChunksMost(shape) + 1);
+  for (uint32_t id = 0; id < table.size(); ++id) {
+    const ParamShape& param = shape.params[id];
+    const uint64_t count = table.param(id).count;
+    for (uint32_t slot = 0; slot < kArrays; ++slot) {
+      if (!HasState(param.rule, Format::kFp32, StateSlot{slot})) continue;
+      const uint64_t most = PieceElements(param, slot);
+      slots += (count + most - 1) / most + count / shape.options.chunk_elements;
+    }
+  }
+  return slots * kSlotBytes;
+}
+
+// --------------------------------------------------------------------------------------- layout --
+
+Capture::Capture(const StateShape& shape, const Residence& residence, const ChunkTable& chunks)
+    : shape_(shape), arrays_(shape.params.size() * kArrays) {
+  const auto params = static_cast<uint32_t>(shape.params.size());
+  std::vector<uint32_t> next(params + 1);  // per param: its next fragment, in `ordered`
+  for (const Fragment& fragment : chunks.fragments) next[fragment.param + 1] += 1;
+  for (uint32_t id = 0; id < params; ++id) next[id + 1] += next[id];
+  std::vector<const Fragment*> ordered(chunks.fragments.size());
+  for (const Fragment& fragment : chunks.fragments) ordered[next[fragment.param]++] = &fragment;
+  const uint64_t most = shape.options.chunk_elements;
+  auto fragment = ordered.begin();
+  for (uint32_t id = 0; id < params; ++id) {
+    first_segment_.push_back(static_cast<uint32_t>(segments_.size()));
+    uint64_t end = residence.range(id, Tier::kDevice).count;
+    AddSegments(id, 0, end, most);
+    for (; fragment != ordered.end() && (*fragment)->param == id; ++fragment) {
+      end = (*fragment)->begin + (*fragment)->count;
+      AddSegments(id, (*fragment)->begin, end, shape.options.unified ? most : UINT64_MAX);
+    }
+    segments_.push_back({end, {}});
+  }
+  first_segment_.push_back(static_cast<uint32_t>(segments_.size()));
+}
+
+void Capture::AddSegments(uint32_t param, uint64_t begin, uint64_t end, uint64_t most) {
+  for (; begin < end; begin = shape_.params[param].unit.CutOf(begin, end, most))
+    segments_.push_back({begin, {}});
+}
+
+void Capture::AddArray(uint32_t param, StateSlot slot, bool borrowed) {
+  Array& array = arrays_[ArrayIndex(param, slot)];
+  array.piece_elements = static_cast<uint32_t>(PieceElements(shape_.params[param], slot));
+  array.params_offset =
+      array.piece_elements * static_cast<uint32_t>(ElementBytes(shape_.params[param], slot));
+  array.borrowed = borrowed;
+  const uint32_t before = piece_count_;
+  for (uint32_t i = first_segment_[param]; i + 1 < first_segment_[param + 1]; ++i) {
+    segments_[i].first_piece[slot] = piece_count_;
+    const uint64_t count = segments_[i + 1].begin - segments_[i].begin;
+    piece_count_ +=
+        static_cast<uint32_t>((count + array.piece_elements - 1) / array.piece_elements);
+  }
+  live_ += piece_count_ - before;
+  if (borrowed) borrowed_live_ += piece_count_ - before;
+  borrows_ = borrows_ || borrowed;
+}
+
+void Capture::UseBuffer(std::span<std::byte> buffer) {
+  pieces_ = std::vector<std::atomic<uint32_t>>(piece_count_);
+  buffer_ = buffer;
+  const uint64_t slots = std::min<uint64_t>(
+      {buffer.size() / kSlotBytes, piece_count_, (uint64_t{1} << kSlotBits) - 1});
+  free_.resize(slots);
+  // The first slots are given first.
+  for (uint64_t i = 0; i < slots; ++i) free_[i] = static_cast<uint32_t>(slots - 1 - i);
+}
+
+Capture::Piece Capture::PieceAt(uint32_t param, uint32_t slot, uint64_t element) const {
+  const auto begin = segments_.begin() + first_segment_[param];
+  const auto end = segments_.begin() + first_segment_[param + 1] - 1;
+  const auto segment =
+      std::upper_bound(begin, end, element,
+                       [](uint64_t at, const Segment& s) { return at < s.begin; }) -
+      1;
+  const uint64_t most = ArrayAt(param, slot).piece_elements;
+  const uint64_t number = (element - segment->begin) / most;
+  const uint64_t first = segment->begin + number * most;
+  return {segment->first_piece[slot] + static_cast<uint32_t>(number), first,
+          std::min(first + most, (segment + 1)->begin)};
+}
+
+// ------------------------------------------------------------------------------------- the save --
+
+Capture::Source Capture::Take(uint32_t param, StateSlot slot, uint64_t first, uint64_t count) {
+  const Array& array = ArrayAt(param, slot);
+  const Piece piece = PieceAt(param, slot, first);
+  std::unique_lock lock(mutex_);
+  AwaitLocked(lock, [&] { return StateOf(pieces_[piece.index]) != kCopying; });
+  const uint32_t word = pieces_[piece.index];
+  if (StateOf(word) == kAside || StateOf(word) == kBehind) {
+    const uint64_t element = first - piece.begin;
+    std::byte* const copy = SlotAt(word);
+    const ParamShape& shaped = shape_.params[param];
+    return {std::min(count, piece.end - first), copy + element * ElementBytes(shaped, slot),
+            copy + array.params_offset + element * sizeof(uint16_t),
+            shaped.format[StoredSlot(shaped, slot)], StateOf(word) == kBehind ? copied_ : nullptr};
+  }
+  const uint64_t end = first + count;
+  uint64_t taken = first;
+  while (taken < end) {
+    const Piece next = PieceAt(param, slot, taken);
+    if (StateOf(pieces_[next.index]) != kLive) break;
+    Set(next.index, kReading);
+    taken = std::min(next.end, end);
+  }
+  HYBRIDOPT_CHECK(taken > first);
+  return {taken - first};
+}
+
+void Capture::Finish(uint32_t param, StateSlot slot, uint64_t first, uint64_t count) {
+  const Array& array = ArrayAt(param, slot);
+  std::unique_lock lock(mutex_);
+  for (const uint64_t end = first + count; first < end;) {
+    const Piece piece = PieceAt(param, slot, first);
+    const uint32_t word = pieces_[piece.index];
+    const bool is_whole = piece.end <= end;
+    first = std::min(piece.end, end);
+    // What is left of a piece may be put aside, with all of the piece.
+    if (!is_whole && StateOf(word) == kReading) Set(piece.index, kLive);
+    if (!is_whole) continue;
+    if (StateOf(word) != kReading) free_.push_back(SlotOf(word));
+    if (StateOf(word) != kAside) Leave(array);
+    Set(piece.index, kRead);
+  }
+  Notify(std::move(lock));
+}
+
+void Capture::End() {
+  std::unique_lock lock(mutex_);
+  ended_ = true;
+  live_ = 0;
+  borrowed_live_ = 0;
+  Notify(std::move(lock));
+}
+
+// ---------------------------------------------------------------------------------------- steps --
+
+bool Capture::PutAside(Ranges ranges, Arrays arrays) {
+  if (!reads_state()) return false;
+  std::unique_lock lock(mutex_);
+  AwaitLocked(lock, [&] {
+    uint64_t live = 0, reading = 0;
+    ForEachPiece(ranges, arrays, [&](uint32_t piece, const Array&) {
+      live += StateOf(pieces_[piece]) == kLive;
+      reading += StateOf(pieces_[piece]) == kReading;
+    });
+    return reading == 0 && live <= free_.size();
+  });
+  if (ended_) return false;
+  bool any = false;
+  ForEachPiece(ranges, arrays, [&](uint32_t piece, const Array&) {
+    if (StateOf(pieces_[piece]) != kLive) return;
+    Set(piece, kCopying, free_.back());
+    free_.pop_back();
+    any = true;
+  });
+  return any;
+}
+
+void Capture::CopiedBehind(Ranges ranges, EventHandle event) {
+  std::unique_lock lock(mutex_);
+  copied_ = event;
+  ForEachPiece(ranges, Arrays::kAll, [&](uint32_t piece, const Array&) {
+    if (StateOf(pieces_[piece]) == kCopying) Set(piece, kBehind, SlotOf(pieces_[piece]));
+  });
+  Notify(std::move(lock));
+}
+
+void Capture::Copied(Ranges ranges, Arrays arrays) {
+  if (!reads_state()) return;
+  std::unique_lock lock(mutex_);
+  if (ended_) return;
+  ForEachPiece(ranges, arrays, [&](uint32_t piece, const Array& array) {
+    const uint32_t state = StateOf(pieces_[piece]);
+    if (state != kCopying && state != kBehind) return;
+    Set(piece, kAside, SlotOf(pieces_[piece]));
+    Leave(array);
+  });
+  Notify(std::move(lock));
+}
+
+void Capture::Withdraw(Ranges ranges) {
+  std::unique_lock lock(mutex_);
+  ForEachPiece(ranges, Arrays::kAll, [&](uint32_t piece, const Array&) {
+    if (StateOf(pieces_[piece]) != kCopying) return;
+    free_.push_back(SlotOf(pieces_[piece]));
+    Set(piece, kLive);
+  });
+  Notify(std::move(lock));
+}
+
+bool Capture::HasRead(uint32_t param, uint64_t begin, uint64_t count) const {
+  if (!reads_state()) return true;
+  bool read = true;
+  ForEachPiece(
+      [&](Visit visit) { visit(param, begin, count); }, Arrays::kAll,
+      [&](uint32_t piece, const Array&) { read = read && StateOf(pieces_[piece]) >= kAside; });
+  return read;
+}
+
+bool Capture::AwaitBorrowed(int64_t timeout_ns) {
+  std::unique_lock lock(mutex_);
+  return AwaitLocked(
+      lock, [this] { return borrowed_live_ == 0; }, timeout_ns);
+}
+
+bool Capture::AwaitAll(int64_t timeout_ns) {
+  std::unique_lock lock(mutex_);
+  return AwaitLocked(
+      lock, [this] { return live_ == 0; }, timeout_ns);
+}
+
+bool Capture::AwaitRoom(int64_t timeout_ns) {
+  std::unique_lock lock(mutex_);
+  return AwaitLocked(
+      lock, [this] { return live_ <= free_.size(); }, timeout_ns);
+}
+
+// ------------------------------------------------------------------------------------- private --
+
+template <typename VisitPiece>
+void Capture::ForEachPiece(Ranges ranges, Arrays arrays, VisitPiece&& visit) const {
+  ranges([&](uint32_t param, uint64_t begin, uint64_t count) {
+    for (uint32_t slot = 0; slot < kArrays; ++slot) {
+      const Array& array = ArrayAt(param, slot);
+      if (array.piece_elements == 0 || (arrays == Arrays::kBorrowed && !array.borrowed)) continue;
+      for (uint64_t first = begin; first < begin + count;) {
+        const Piece piece = PieceAt(param, slot, first);
+        HYBRIDOPT_CHECK(piece.begin == first && piece.end <= begin + count);
+        visit(piece.index, array);
+        first = piece.end;
+      }
+    }
+  });
+}
+
+void Capture::Set(uint32_t piece, uint32_t state, uint32_t slot) {
+  pieces_[piece].store(state << kSlotBits | slot, std::memory_order_release);
+}
+
+// One more piece is not live any more.
+void Capture::Leave(const Array& array) {
+  live_ -= 1;
+  if (array.borrowed) borrowed_live_ -= 1;
+}
+
+// Returns what `done` returns, or true when the save has ended.
+bool Capture::AwaitLocked(std::unique_lock<std::mutex>& lock, FunctionRef<bool()> done,
+                          int64_t timeout_ns) {
+  const auto over = [&] { return ended_ || done(); };
+  if (over()) return true;
+  waiting_ += 1;
+  bool is_over = true;
+  if (timeout_ns < 0)
+    changed_.wait(lock, over);
+  else
+    is_over = changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), over);
+  waiting_ -= 1;
+  return is_over;
+}
+
+// Tells those who wait that something has changed.
+void Capture::Notify(std::unique_lock<std::mutex> lock) {
+  const bool tell = borrows_ && borrowed_live_ == 0 && !ended_ && !std::exchange(told_, true);
+  const bool wake = waiting_ > 0;
+  lock.unlock();
+  if (wake) changed_.notify_all();
+  if (tell && on_borrowed_read_) on_borrowed_read_();
+}
+
+}  // namespace hybridopt
