@@ -1,5 +1,5 @@
 // The interface of the kernels: updates and norms over contiguous spans. reference.cpp is the
-// specification; every other implementation (simd.cpp here, kernels/cuda on the GPU) gives the same
+// specification; every other implementation (simd/ here, kernels/cuda on the GPU) gives the same
 // bits. docs/NUMERICS.md has the formulas and the reasons for the order of operations.
 #pragma once
 
@@ -210,8 +210,8 @@ struct KernelTable {
 // The scalar specification (kernels/reference.cpp).
 const KernelTable& ReferenceKernels();
 
-// Every compiled SIMD implementation that this CPU can run, the best one first (kernels/simd.cpp).
-// Empty if the CPU has no fused multiply-add.
+// Every compiled SIMD implementation that this CPU can run, the best one first
+// (kernels/simd/simd.cpp). Empty if the CPU has no fused multiply-add.
 std::span<const KernelTable* const> SimdKernels();
 
 // The table to use: the best one, or the one that the environment variable HYBRIDOPT_ISA names.

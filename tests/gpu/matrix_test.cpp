@@ -74,6 +74,7 @@ class GpuMatrix : public testing::Test {
 
   struct How {
     Verdict verdict = AssumeFinite(1.0);
+    bool prepare = false;
     uint64_t shift = 0;      // of the arrays, in bytes
     uint8_t garbage = 0xFF;  // what the workspace holds before: NaN in every format
     Rounding rounding = {};
@@ -93,6 +94,9 @@ class GpuMatrix : public testing::Test {
     update.span.rounding = how.rounding;
     auto stream = device_->CreateStream("matrices");
     ASSERT_TRUE(stream.ok());
+    if (how.prepare) {
+      MUST_OK(matrices_->Prepare(stream.value(), problem.shape, workspace.data()));
+    }
     MUST_OK(matrices_->Update(stream.value(), update, static_cast<const Verdict*>(verdict.data())));
     MUST_OK(device_->Synchronize(stream.value(), kLongNs));
     MUST_OK(device_->DestroyStream(stream.value()));
@@ -179,6 +183,7 @@ TEST_F(GpuMatrix, BitsRepeatWhateverTheMemoryHolds) {
       How how;
       how.garbage = garbage;
       how.shift = garbage == 0 ? 0 : 4;
+      how.prepare = garbage == 0;
       Update(problem, again, how);
       EXPECT_TRUE(first == again) << NameOf(shape);
     }

@@ -238,6 +238,17 @@ Status Matrices::Apply(StreamHandle stream, const MatrixUpdate& update) {
                         {kMatrixRule, {&one, 1}, {&coefficients, 1}, &parts.scalars->verdict});
 }
 
+Status Matrices::Prepare(StreamHandle stream, const MatrixShape& shape, void* workspace) {
+  if (shape.count() == 0) return {};
+  const NsStep step{};
+  MatrixUpdate update{};
+  update.shape = shape;
+  update.steps = {&step, 1};
+  update.workspace = workspace;
+  HYBRIDOPT_TRY(Open());
+  return Orthogonalize(stream, update);
+}
+
 Status Matrices::Update(StreamHandle stream, const MatrixUpdate& update, const Verdict* verdict) {
   if (update.span.count == 0) return {};
   HYBRIDOPT_CHECK(update.span.count == update.shape.count());

@@ -30,6 +30,10 @@ class Matrices {
   static uint64_t WorkspaceBytes(const MatrixShape& shape);
   // Opens cuBLASLt. UNSUPPORTED, with the way out, if there is none.
   Status Open();
+  // Chooses the algorithms for a shape, and queues each of its products once: cuBLASLt loads a
+  // kernel at its first launch, and that could wait for a stream which itself waits for the launch.
+  // To be called before such streams exist.
+  Status Prepare(StreamHandle stream, const MatrixShape& shape, void* workspace);
   // Queues the update of one matrix.
   Status Update(StreamHandle stream, const MatrixUpdate& update, const Verdict* verdict);
 

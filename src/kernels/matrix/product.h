@@ -16,7 +16,7 @@ namespace hybridopt {
 struct MatrixProduct {
   const uint16_t*
       left;  // element (row, depth) is at row * left_row_stride + depth * left_depth_stride
-  uint64_t left_row_stride;
+  uint64_t left_row_stride;  // this or the other one is 1
   uint64_t left_depth_stride;
   const uint16_t* right;   // `depth` rows
   const uint16_t* addend;  // `rows` rows, or NULL

@@ -13,7 +13,7 @@
 #include <limits>
 
 #include "kernels/kernels.h"
-#include "kernels/simd_unit.h"
+#include "kernels/simd/simd_unit.h"
 
 #if HWY_NATIVE_FMA
 

@@ -1,19 +1,9 @@
 // The kernels for every instruction set: Google Highway includes this file again for each target,
-// and the end of the file lists the tables. Only targets with a true fused multiply-add are built,
-// because only they give the bits of reference.cpp. As there, the rules are those of rules.inc.
-//
-// Only Highway's headers are used: its library keeps process-wide state about the CPU.
-#define HWY_COMPILE_ALL_ATTAINABLE
-#define HWY_DISABLE_PCLMUL_AES
-// SSE has no fused multiply-add. AVX3_DL has no instruction that is used here. AVX-512's
-// instructions for bf16 flush denormals to zero. HWY_SVE works with vectors of any length: SVE2 and
-// the targets for one length have no instruction that is used here either.
-#define HWY_DISABLED_TARGETS                                                              \
-  (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | \
-   HWY_WASM | HWY_WASM_EMU256)
+// and the end of the file lists the tables. As in reference.cpp, the rules are those of rules.inc.
+#include "kernels/simd/simd_targets.h"
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "kernels/simd.cpp"
+#define HWY_TARGET_INCLUDE "kernels/simd/simd.cpp"
 #include <hwy/foreach_target.h>
 // foreach_target.h comes first; it includes this file again, once per target.
 #include <hwy/cache_control.h>
@@ -25,15 +15,11 @@
 
 #include "kernels/kernels.h"
 #include "kernels/matrix/product.h"
-#include "kernels/simd_norm.h"
-#include "kernels/simd_rules.h"
-#include "kernels/simd_unit.h"
+#include "kernels/simd/simd_norm.h"
+#include "kernels/simd/simd_rules.h"
+#include "kernels/simd/simd_unit.h"
 #include "kernels/stochastic_rounding.h"
 #include "kernels/table.h"
-
-#ifdef __FAST_MATH__
-#error "The arithmetic is exact: build without -ffast-math."
-#endif
 
 // Highway always includes the static target. If that target has no fused multiply-add, no code is
 // generated for it.
@@ -42,6 +28,9 @@
 HWY_BEFORE_NAMESPACE();
 namespace hybridopt {
 namespace HWY_NAMESPACE {
+
+void MultiplyTile(const MatrixProduct& product, uint64_t tile);  // simd_product.cpp
+
 namespace {
 
 // Whether all arrays of a unit have elements that can be read in pairs.
@@ -338,7 +327,7 @@ struct Kernels {
   }
 
   static void MultiplyTile(const MatrixProduct& product, uint64_t tile) {
-    hybridopt::MultiplyTile(product, tile);
+    HWY_NAMESPACE::MultiplyTile(product, tile);
   }
 
   // The bits of a unit are whole bytes.

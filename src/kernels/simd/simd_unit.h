@@ -15,7 +15,7 @@
 #include "kernels/convert.h"
 #include "kernels/formats/format.h"
 #include "kernels/kernels.h"
-#include "kernels/simd_rules.h"
+#include "kernels/simd/simd_rules.h"
 #include "kernels/stochastic_rounding.h"
 #include "kernels/table.h"
 
