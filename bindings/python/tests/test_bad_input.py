@@ -4,6 +4,7 @@ import math
 import copy
 import gc
 import os
+import pickle
 import re
 
 import pytest
@@ -555,9 +556,72 @@ def test_use_after_close():
     optimizer.close()
     optimizer.close()
     assert len(optimizer.state) == 0
-    with pytest.raises(abi.InvalidStateError, match="this AdamW is closed; make a new one"):
+    with pytest.raises(abi.InvalidStateError, match=CLOSED):
         optimizer.step()
     hybridopt.AdamW([param]).step()
+
+
+CLOSED = "^this AdamW is closed; make a new one$"
+WITH_CLOSED = {
+    "add_param_group": lambda optimizer: optimizer.add_param_group({"params": [Parameter(torch.ones(3))]}),
+    "hook_gradients": lambda optimizer: optimizer.hook_gradients(),
+    "last_micro_batch": lambda optimizer: optimizer.last_micro_batch(),
+    "load_checkpoint": lambda optimizer: optimizer.load_checkpoint("/nowhere"),
+    "load_state_dict": lambda optimizer: optimizer.load_state_dict(hybridopt.AdamW([torch.ones(3)]).state_dict()),
+    "mark_weights_changed": lambda optimizer: optimizer.mark_weights_changed(),
+    "master_of": lambda optimizer: optimizer.master_of(optimizer.param_groups[0]["params"][0]),
+    "materialize": lambda optimizer: optimizer.materialize(),
+    "max_grad_norm": lambda optimizer: setattr(optimizer, "max_grad_norm", 1.0),
+    "offload": lambda optimizer: optimizer.offload(states=True),
+    "offloaded": lambda optimizer: optimizer.offloaded().__enter__(),
+    "overlap": lambda optimizer: optimizer.overlap(torch.nn.Linear(2, 2)),
+    "plan": lambda optimizer: optimizer.plan(),
+    "refresh_masters": lambda optimizer: optimizer.refresh_masters(),
+    "reload": lambda optimizer: optimizer.reload(states=True),
+    "save_checkpoint": lambda optimizer: optimizer.save_checkpoint("/nowhere"),
+    "set_offload_fraction": lambda optimizer: optimizer.set_offload_fraction(0.5),
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "step": lambda optimizer: optimizer.step(lambda: pytest.fail("the closure has run")),
+    "synchronize": lambda optimizer: optimizer.synchronize(),
+    "weight_changes": lambda optimizer: optimizer.weight_changes(),
+    "zero_grad": lambda optimizer: optimizer.zero_grad(),
+    "copy.deepcopy": copy.deepcopy,
+    "pickle.dumps": pickle.dumps,
+}
+# What tells of the past, and torch's own registrations.
+AFTER_CLOSE = {
+    "close", "last_step", "memory_timeline", "plot_timeline", "profile_hook_step", "state", "stats", "step_results",
+    *(name for name in dir(torch.optim.Optimizer) if name.startswith("register_")),
+}  # fmt: skip
+
+
+def test_each_public_name_is_known_to_be_refused_or_answered_after_close():
+    public = {name for name in dir(hybridopt.AdamW) if not name.startswith("_")}
+    hooks = {name for name in public if "Hook" in name or name.startswith("Optimizer")}
+    assert public - hooks == AFTER_CLOSE | {name for name in WITH_CLOSED if "." not in name}
+
+
+@pytest.mark.parametrize("name", WITH_CLOSED)
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_a_closed_optimizer_refuses_with_one_text(name, has_stepped):
+    param = Parameter(torch.ones(3))
+    optimizer = hybridopt.AdamW([param], movable=("states",), track_changes=True)
+    if has_stepped:
+        run(optimizer, [param], [1])
+    optimizer.close()
+    before = bits([param]), repr(optimizer), param.grad
+    with pytest.raises(abi.InvalidStateError, match=CLOSED):
+        WITH_CLOSED[name](optimizer)
+    assert (bits([param]), repr(optimizer), param.grad) == before and len(optimizer.param_groups) == 1
+
+
+def test_a_closed_optimizer_tells_of_its_past(tmp_path):
+    param = Parameter(torch.ones(3))
+    optimizer = stepped(param)
+    told = optimizer.stats().steps_applied, repr(optimizer.last_step()), len(optimizer.memory_timeline())
+    optimizer.close()
+    assert (optimizer.stats().steps_applied, repr(optimizer.last_step()), len(optimizer.memory_timeline())) == told
+    assert len(optimizer.step_results()) == 1 and optimizer.state == {}
 
 
 def in_child(function):

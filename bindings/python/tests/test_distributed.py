@@ -847,24 +847,32 @@ def test_a_rank_that_dies_fails_the_step_of_the_others(tmp_path):
     assert torch.load(tmp_path / "result") == "seen"
 
 
-def made_after_an_evaluation(rank, world):
+def made_after_an_evaluation(rank, world, is_root_alone):
     module = model()
-    fully_shard(module[0])
+    if not is_root_alone:
+        fully_shard(module[0])
     fully_shard(module)
     with torch.no_grad():
         module(batch(0)[0])
-    optimizer = optimizer_for(module)  # the root's params are whole, and the backward pass frees them
-    backward(module, 1)
-    with pytest.raises(abi.InvalidStateError, match=r"'2.weight' has no memory.*model.reshard\(\)"):
-        optimizer.step()
+    names = [name for name, _ in module.named_parameters()]
+    whole = names if is_root_alone else names[2:]
+    assert [name for name, param in module.named_parameters() if not isinstance(param, DTensor)] == whole
+    text = rf"'{whole[0]}' is the whole one that FSDP2 has gathered.*model.reshard\(\)"
+    with pytest.raises(abi.InvalidStateError, match=text):
+        optimizer_for(module)
+    params = dict(module.named_parameters())
     module.reshard()
-    optimizer = optimizer_for(module)
+    optimizer, before = optimizer_for(module), [full(param) for param in module.parameters()]
+    with pytest.raises(abi.InvalidStateError, match=text):
+        optimizer.add_param_group({"params": [(whole[0], params[whole[0]])]})
     backward(module, 1)
     optimizer.step()
+    assert all(not torch.equal(full(param), old) for param, old in zip(module.parameters(), before))
 
 
-def test_whole_params_of_fsdp2_are_refused_with_the_way_out():
-    ranks.run(made_after_an_evaluation, 2)
+@pytest.mark.parametrize("is_root_alone", [False, True])
+def test_whole_params_of_fsdp2_are_refused_with_the_way_out(is_root_alone):
+    ranks.run(made_after_an_evaluation, 2, is_root_alone)
 
 
 def wrong_gradients(rank, world):

@@ -435,6 +435,9 @@ def test_what_is_refused():
     optimizer.overlap(module)
     with pytest.raises(abi.InvalidStateError, match="steps overlap already; call remove"):
         optimizer.overlap(module)
+    of_constructor = hybridopt.SGD(module.named_parameters(), lr=0.1, overlap=module)
+    with pytest.raises(abi.InvalidStateError, match="overlap= of the constructor .* leave this call or that argument out"):
+        of_constructor.overlap(module)
     with pytest.raises(TypeError, match="overlap is a list, expected the torch.nn.Module"):
         hybridopt.SGD(module.parameters(), lr=0.1, overlap=[module])
     module.weight._fsdp_flattened = True

@@ -7,10 +7,12 @@ import pydoc
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import hybridopt
 from hybridopt import abi
@@ -39,6 +41,53 @@ def test_every_name_is_listed_and_there():
         assert getattr(hybridopt, name) is not None
     with pytest.raises(AttributeError, match="module 'hybridopt' has no attribute 'Adamw'"):
         hybridopt.Adamw  # noqa: B018
+
+
+@pytest.mark.parametrize("module", [abi, hybridopt.stash])
+def test_modules_list_their_own_names_alone(module):
+    names = dir(module)
+    values = {name: getattr(module, name) for name in names}
+    assert names == sorted(names) and not any(name.startswith("_") for name in names)
+    assert [name for name, value in values.items() if isinstance(value, types.ModuleType)] == []
+    # What another package has made is none of its names; the types of functions in the header come from ctypes.
+    elsewhere = [name for name, value in values.items() if not type_of(value).__module__.startswith(("hybridopt", "builtins"))]
+    assert [name for name in elsewhere if not name.startswith("offload_")] == []
+    known = {"Context", "OFFLOAD_ADAMW", "offload_param_t", "checkpoint_newest"} if module is abi else {"ActivationStash", "Choice"}
+    assert known <= set(names)
+
+
+def type_of(value):
+    """The value, if it is a class or function, or else its type."""
+    return value if hasattr(value, "__module__") else type(value)
+
+
+def test_what_calls_return_says_what_it_is(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = hybridopt.AdamW(model.parameters(), max_grad_norm=None)
+    hooks, overlap = optimizer.hook_gradients(), optimizer.overlap(model)
+    assert repr(hooks) == "<hook_gradients() of AdamW, until remove()>"
+    assert repr(overlap) == "<overlap(Sequential) of AdamW, until remove()>"
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    save = optimizer.save_checkpoint(tmp_path / "saved", wait=False)
+    save.wait()
+    assert repr(save) == f"<save to {str(tmp_path / 'saved')!r}, ended>"
+    hooks.remove(), overlap.remove()
+    assert repr(hooks) == "<hook_gradients() of AdamW, removed>"
+    assert repr(overlap) == "<overlap(Sequential) of AdamW, removed>"
+    stash = hybridopt.ActivationStash(budget=1 << 20)
+    both = stash.wrap([*model])
+    assert repr(both) == "<wrap() of 2 modules, until remove()>"
+    both.remove()
+    one = stash.wrap(model[0])
+    assert (repr(both), repr(one)) == ("<wrap() of 2 modules, removed>", "<wrap() of 1 module, until remove()>")
+    one.remove()
+    assert repr(one) == "<wrap() of 1 module, removed>"
+    assert repr(stash("a key")) == "<stash('a key'), for a with statement>"
+    context = abi.Context(device_kind=abi.OFFLOAD_DEVICE_HOST)
+    assert repr(context) == "<hybridopt.abi.Context, open>"
+    context.close()
+    assert repr(context) == "<hybridopt.abi.Context, closed>"
 
 
 def test_names_and_version_do_not_need_torch():

@@ -1,5 +1,6 @@
 """Lightning: configure_optimizers() returns the optimizer; its Trainer, checkpoints and command line."""
 
+import importlib
 import logging
 import os
 import warnings
@@ -26,6 +27,20 @@ from torch.utils.data import DataLoader, TensorDataset
 import hybridopt
 from hybridopt.integrations.lightning import OffloadCallback
 from models import bits
+
+PUBLIC = {
+    "lightning": ["OffloadCallback"],
+    "megatron": ["HybridAdam", "HybridAdamW", "HybridDeviceOptimizer", "HybridSGD", "install"],
+    "torchtitan": ["OffloadOptimizersContainer"],
+    "transformers": ["OffloadCallback", "install"],
+}
+
+
+@pytest.mark.parametrize("framework", PUBLIC)
+def test_integrations_list_their_own_names_alone(framework):
+    module = importlib.import_module(f"hybridopt.integrations.{framework}")
+    assert dir(module) == PUBLIC[framework] and all(hasattr(module, name) for name in PUBLIC[framework])
+
 
 
 class Module(lightning.LightningModule):

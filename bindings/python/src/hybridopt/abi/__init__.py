@@ -1,6 +1,8 @@
 """The C ABI in Python: structs, constants and functions by their names, statuses as exceptions and handles
 as objects. It does not need torch. The manual is offload.h."""
 
+import types as _types
+
 # "as": type checkers export no other names.
 from .checkpoints import StoredTensor as StoredTensor
 from .checkpoints import checkpoint_inspect as checkpoint_inspect
@@ -38,3 +40,15 @@ from .library import library_path as library_path
 from .library import status_name as status_name
 from .stash import Stash as Stash
 from .stash import stash_plan as stash_plan
+
+# What generated.py imports comes along with its names.
+_IMPORTED = ("Any", "CFUNCTYPE", "NamedTuple", "POINTER", "annotations", "ctypes")
+
+
+def __dir__() -> list[str]:
+    """The names that completion and help() list: only the public ones."""
+    return sorted(
+        name
+        for name, value in globals().items()
+        if not name.startswith("_") and name not in _IMPORTED and not isinstance(value, _types.ModuleType)
+    )

@@ -97,6 +97,9 @@ class Handle:
         self._finalizer = weakref.finalize(self, _destroy, self._destroyer, value, self._kept)
         self._finalizer.atexit = False
 
+    def __repr__(self) -> str:
+        return f"<hybridopt.abi.{type(self).__name__}, {'closed' if self.closed else 'open'}>"
+
     @property
     def closed(self) -> bool:
         return self._value is None

@@ -91,14 +91,18 @@ class Removal:
     """The object that hook_gradients() and overlap() return. remove(), or the end of a `with` block, ends what they
     have begun. The object keeps neither the optimizer nor the model alive."""
 
-    def __init__(self, owner: Removed) -> None:
+    def __init__(self, owner: Removed, call: str) -> None:
         self._owner = weakref.ref(owner)
+        self._call = call  # that has returned this object
 
     def remove(self) -> None:
         """Removes the hooks. A second call has no effect."""
         owner = self._owner()
         if owner is not None:
             owner.remove()
+
+    def __repr__(self) -> str:
+        return f"<{self._call}, {'removed' if self._owner() is None else 'until remove()'}>"
 
     def __enter__(self) -> Removal:
         return self

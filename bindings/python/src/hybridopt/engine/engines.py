@@ -85,13 +85,17 @@ class Engines:
         self._aside_of: dict[Tensor, Engine] = {}
         self.counts: dict[Tensor, int] = {}  # hidden_counts() of engines that have ended
 
+    def check_open(self, owner: object) -> None:
+        """Raises if close() has ended the engines of the optimizer."""
+        if self.is_closed:
+            raise abi.InvalidStateError(f"this {type(owner).__name__} is closed; make a new one")
+
     # ------------------------------------------------------------------------------ transitions --
 
     def ready(self, owner: Owner, always: bool = False) -> Engine | None:
         """Makes sure that the present engine fits param_groups. Unless `always` is set, there need not be an engine
         while no param has a gradient."""
-        if self.is_closed:
-            raise abi.InvalidStateError(f"this {type(owner).__name__} is closed; make a new one")
+        self.check_open(owner)
         if self.present is not None and self.present.is_as_checked(owner.param_groups):
             return self.present
         with without_collection():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.owned_hooks import OwnedHook, Uncopied, drop_ended
+from ..params.fsdp2 import groups_of
 from ..traps.trap import without_traps
 
 # Methods of a module that write its weights or gradients and for which torch has no hooks.
@@ -136,16 +137,6 @@ def discard(waiters: weakref.WeakSet[Waiter], owner: weakref.ref[Waiter]) -> Non
     waiter = owner()
     if waiter is not None:
         waiters.discard(waiter)
-
-
-def groups_of(module: nn.Module) -> list[Any]:
-    """The param groups that fully_shard gathers before the forward pass of a module."""
-    get_state = getattr(module, "_get_fsdp_state", None)
-    if get_state is None:
-        return []
-    state = get_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # later releases of torch use this name
-    return groups if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
 
 
 def is_wrapper(module: nn.Module) -> bool:

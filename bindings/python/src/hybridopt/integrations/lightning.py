@@ -14,6 +14,13 @@ from ..base.checks import check_switch
 from ..base.owned_hooks import Removal
 from .wrapped import check_clipped_once, name_params, unwrapped
 
+__all__ = ["OffloadCallback"]
+
+
+def __dir__() -> list[str]:
+    """The names that completion and help() list: only the public ones."""
+    return __all__
+
 
 class OffloadCallback(Callback):
     """What Trainer does not do by itself.

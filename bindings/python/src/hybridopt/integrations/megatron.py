@@ -27,6 +27,14 @@ from ..params.registered import Wanted
 from ..settings.options import OffloadOptions, state_dtype_of
 from .wrapped import check_options
 
+__all__ = ["HybridAdam", "HybridAdamW", "HybridDeviceOptimizer", "HybridSGD", "install"]
+
+
+def __dir__() -> list[str]:
+    """The names that completion and help() list: only the public ones."""
+    return __all__
+
+
 PLACES = (
     "megatron.core.optimizer",
     "megatron.core.optimizer.distrib_optimizer",

@@ -17,6 +17,14 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from ..optimizers import algorithms
 
+__all__ = ["OffloadOptimizersContainer"]
+
+
+def __dir__() -> list[str]:
+    """The names that completion and help() list: only the public ones."""
+    return __all__
+
+
 NAMES = ("AdamW", "Adam", "SGD", "Lion", "Signum", "Adagrad")
 
 

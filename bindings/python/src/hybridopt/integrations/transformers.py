@@ -31,6 +31,14 @@ from ..base.owned_hooks import Removal
 from ..optimizers import algorithms
 from .wrapped import check_clipped_once, check_options, name_params, unwrapped
 
+__all__ = ["OffloadCallback", "install"]
+
+
+def __dir__() -> list[str]:
+    """The names that completion and help() list: only the public ones."""
+    return __all__
+
+
 FOLDER = "hybridopt"  # in each of Trainer's checkpoints
 CLASSES = {
     torch.optim.AdamW: algorithms.AdamW,

@@ -52,10 +52,14 @@ def progress_function(progress: Progress, title: str) -> Callable[[int, int], An
 class Transfer:
     """A save or load under way."""
 
-    def __init__(self, engine: Engine, ticket: int, progress: Any) -> None:
+    def __init__(self, engine: Engine, ticket: int, progress: Any, what: str) -> None:
         self._engine = engine
+        self._what = what
         self._ticket = ticket
         self._progress = progress
+
+    def __repr__(self) -> str:
+        return f"<{self._what}, {'ended' if self.done() else 'under way'}>"
 
     def done(self) -> bool:
         """Whether wait() would return at once, or raise."""
@@ -86,7 +90,7 @@ def save(
     ticket = engine.handle.save(
         path, keep=engine.bound.storages(), flags=flags, stream=stream, progress=function
     )
-    transfer = Transfer(engine, ticket, function)
+    transfer = Transfer(engine, ticket, function, f"save to {os.fspath(path)!r}")
     if wait:
         transfer.wait()
     return transfer
@@ -111,7 +115,7 @@ def load(
     ticket = engine.handle.load(
         path, keep=engine.bound.storages(), flags=flags, stream=stream, progress=function
     )
-    Transfer(engine, ticket, function).wait()
+    Transfer(engine, ticket, function, f"load of {os.fspath(path)!r}").wait()
     if keep_steps or not fresh_moments:
         info, tensors = abi.checkpoint_inspect(path)
         counts: dict[str, int] = {}

@@ -91,6 +91,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. If there have been steps, the state moves to new memory with room for the new params.
         Until that is done it takes twice the memory."""
+        self._engines.check_open(self)
         super().add_param_group(with_own_defaults(len(self.param_groups), param_group))
         try:
             index, group = len(self.param_groups) - 1, self.param_groups[-1]
@@ -113,6 +114,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
 
     @max_grad_norm.setter
     def max_grad_norm(self, max_grad_norm: float | None) -> None:
+        self._engines.check_open(self)
         ROWS["max_grad_norm"].check("max_grad_norm", max_grad_norm)
         if max_grad_norm is not None:
             refuse_fsdp1_in(self.param_groups, "max_grad_norm")
@@ -125,6 +127,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the params that have a gradient. Unless overlap() was called, the step is complete when this
         returns. Gradients stay as they are."""
+        self._engines.check_open(self)
         refuse_capture()
         loss = None
         if closure is not None:
@@ -209,6 +212,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. It also drops gradients that are on the host. With set_to_none=False all params that have had a
         gradient get zeros on their device, those too whose gradients hook_gradients() takes."""
+        self._engines.check_open(self)
         if not set_to_none:
             self._finish()  # a step may still read the gradients
         with without_traps() if set_to_none else contextlib.nullcontext():
@@ -376,6 +380,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         taken; last_step().grad_norm tells the norm. A warning says so unless the optimizer was made with
         max_grad_norm=, which may be None. GradScaler finds no gradients either: give the scaler that
         steps this optimizer as `grad_scaler`, and the step will tell it what it has found."""
+        self._engines.check_open(self)
         if self._hooks is not None:
             raise abi.InvalidStateError(
                 "gradients are hooked already; call remove() on what hook_gradients() returned"
@@ -396,11 +401,12 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
             self._options = {**self._options, "movable": movable}
         hooks.attach(self._ready_engine())
         self._hooks = hooks
-        return Removal(hooks)
+        return Removal(hooks, f"hook_gradients() of {type(self).__name__}")
 
     def last_micro_batch(self) -> contextlib.AbstractContextManager[None]:
         """Marks the backward pass in this context as the last one of a step, in which hook_gradients() moves
         gradients. Without hooks it has no effect."""
+        self._engines.check_open(self)
         return contextlib.nullcontext() if self._hooks is None else self._hooks.last_micro_batch()
 
     @in_no_mode
@@ -414,21 +420,24 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         waits earlier than a module would. What reaches the memory of params in another way (a tensor over it
         that was made before, C++ code, TorchScript) must call synchronize() first. If a step fails, the next wait
         raises the error."""
+        self._engines.check_open(self)
         if self._overlap is not None:
-            raise abi.InvalidStateError(
-                "steps overlap already; call remove() on what overlap() returned"
-            )
+            made = "call remove() on what overlap() returned"
+            if self._options["overlap"] is not None:
+                made = "overlap= of the constructor has begun it; leave this call or that argument out"
+            raise abi.InvalidStateError(f"steps overlap already; {made}")
         refuse_fsdp1_in(self.param_groups, "overlap()")
         self._engines.end_aside(self)
         overlap = Overlap(self, model)
         if self._engine is not None:
             overlap.attach(self._engine)
         self._overlap = overlap
-        return Removal(overlap)
+        return Removal(overlap, f"overlap({type(model).__name__}) of {type(self).__name__}")
 
     @in_no_mode
     def synchronize(self) -> None:
         """Waits for all steps. After that any code may read and write params."""
+        self._engines.check_open(self)
         self._finish()
         if self._engine is not None:
             self._engine.settle()
@@ -440,6 +449,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
 
         Params keep their tensors, but have no content until reload(): an operation that uses one raises. `grad` of
         params becomes None; reload() sets it again, or the next step uses the gradients on the host."""
+        self._engines.check_open(self)
         self._engines.end_aside(self)
         engine = self._ready_engine()
         moves.check_movable(engine, {"params": params, "grads": grads, "states": states})
@@ -452,6 +462,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
     @in_no_mode
     def reload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:
         """Moves content back to torch's memory and waits for that."""
+        self._engines.check_open(self)
         refuse_capture()
         self._finish()
         self._finish_gradients()
@@ -468,6 +479,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         and nothing has changed.
 
         Tensors that were taken from `state` before are no longer the optimizer's: read `state` again."""
+        self._engines.check_open(self)
         refuse_capture()
         placement.check_fraction(offload_fraction)
         self._engines.end_aside(self)
@@ -523,6 +535,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         the tensors (in place to `param.data`). It is not needed after load_state_dict(), copy_() and other
         operations on params. The upper half of a split master is the param itself; this clears the lower
         half, which belongs to the value of before."""
+        self._engines.check_open(self)
         if self._engine is not None:
             self._finish()
             if any(slot.split for slot in self._engine.slots):
@@ -534,7 +547,8 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
     @in_no_mode
     def close(self) -> None:
         """Frees the memory of the state, as the end of the object does. Tensors that were taken from `state`
-        stay valid: the memory of all state, and the library's threads, last as long as one of these tensors."""
+        stay valid: the memory of all state, and the library's threads, last as long as one of these tensors. After
+        that only reports (stats(), step_results(), memory_timeline() and so on) may be called, and close()."""
         self._finish_gradients()
         self._engines.close(self)
         self._state = State(self)

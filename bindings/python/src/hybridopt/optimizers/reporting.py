@@ -60,6 +60,7 @@ class Reporting(torch.optim.Optimizer):
     @in_no_mode
     def plan(self) -> Plan:
         """All memory that the first step will take, or has taken."""
+        self._engines.check_open(self)
         engine = self._planned_engine() if self._engines.present is None else self._engines.present
         return described(
             Plan,

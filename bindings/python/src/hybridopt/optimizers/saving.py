@@ -86,6 +86,7 @@ class Saving(torch.optim.Optimizer):
         """The master of a param in fp32: the numbers that steps update, and of which the param is the rounded
         value. It is a view of the library's memory if the master is stored there in fp32, otherwise a copy.
         Waits for queued work."""
+        self._engines.check_open(self)
         engine = self._ready_engine()
         slot = engine.registered.slot_of.get(param) if isinstance(param, Tensor) else None
         if slot is None:
@@ -97,6 +98,7 @@ class Saving(torch.optim.Optimizer):
     # ---------------------------------------------------------------------- copies and pickles --
 
     def __getstate__(self) -> dict[str, Any]:
+        self._engines.check_open(self)
         return {
             **super().__getstate__(),
             "state": dict(self.state.items()),
@@ -141,6 +143,7 @@ class Saving(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's. torch's optimizer of the same name can load it. The tensors are views of live state: make a
         deepcopy if they must not change with the next step."""
+        self._engines.check_open(self)
         self._refuse_left_out("state_dict()", self.state)
         state_dict = super().state_dict()
         entries = state_dict["state"].items()
@@ -152,6 +155,7 @@ class Saving(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict of this class or of torch's optimizer of the same name. State stays in fp32 on the
         host, whatever the dtype of the params. The next step copies it to the library's memory."""
+        self._engines.check_open(self)
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
@@ -190,6 +194,7 @@ class Saving(torch.optim.Optimizer):
 
         `progress` is a function of the bytes done and the total bytes, or True or False for a tqdm bar.
         None (the default) shows a bar on a terminal."""
+        self._engines.check_open(self)
         refuse_fsdp1_in(self.param_groups, "save_checkpoint()")
         engine = self._ready_engine()
         self._refuse_left_out("save_checkpoint()", self._engines.params_aside(self._state))
@@ -211,6 +216,7 @@ class Saving(torch.optim.Optimizer):
         has written, with any number of ranks. Param groups stay as they are. If the checkpoint is refused,
         nothing has changed. With fresh_moments only the weights are loaded, with keep_steps too also the
         step counts. verify=False reads the files once instead of twice."""
+        self._engines.check_open(self)
         refuse_fsdp1_in(self.param_groups, "load_checkpoint()")
         engine = self._ready_engine()
         checkpoints.load(engine, path, fresh_moments, keep_steps, verify, progress)

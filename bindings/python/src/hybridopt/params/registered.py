@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import abi
+from ..traps.offloaded import is_offloaded
 from .members import Member, check_params, named, takes_part
 from .moments import COUNTED, moments_of
 from .strides import is_dense, is_same_order
@@ -123,10 +124,15 @@ class Slot:
                     "state_dict() into it"
                 )
         if current.data_ptr() == 0 and self.count > 0:
-            raise abi.InvalidStateError(
-                f"parameter {self.name!r} has no memory: its storage was freed or resized to 0; "
-                "bring it back before step(), by reload(params=True) if it is offloaded"
+            raise abi.InvalidStateError(f"parameter {self.name!r} {self._why_no_memory()}")
+
+    def _why_no_memory(self) -> str:
+        if is_offloaded(self.param):
+            return (
+                "has its content on the host, where optimizer.offload(params=True) has put it; call "
+                "optimizer.reload(params=True) before step(), or step() after the block of `with optimizer.offloaded():`"
             )
+        return "has no memory: its storage was freed or resized to 0; bring it back before step()"
 
     def usable_gradient(self, grad: Tensor) -> Tensor:
         """The gradient, or a copy of it that the library can read."""

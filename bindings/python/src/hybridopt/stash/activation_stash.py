@@ -67,6 +67,9 @@ class Keyed:
         self._stash = stash
         self._key = key
 
+    def __repr__(self) -> str:
+        return f"<stash({self._key!r}), for a with statement>"
+
     def __enter__(self) -> ActivationStash:
         self._stash._enter(self._key)
         return self._stash
@@ -237,7 +240,8 @@ class ActivationStash:
         if not activations:
             self._weights_only.update(layers)
         kept = weakref.WeakSet(layers)
-        return Wrapping([*undo, functools.partial(self._unwrap, kept)], functools.partial(self._bring_back, kept))
+        undo.append(functools.partial(self._unwrap, kept))
+        return Wrapping(undo, functools.partial(self._bring_back, kept), len(layers))
 
     def only(self, *names: str) -> None:
         """Only some activations may go from now on; the next forward pass is measured again. only() without

@@ -86,8 +86,9 @@ class LayerHooks:
 class Wrapping:
     """What wrap() returns: its remove() ends the wrapping."""
 
-    def __init__(self, undo: list[Callable[[], None]], bring_back: Callable[[], None]) -> None:
+    def __init__(self, undo: list[Callable[[], None]], bring_back: Callable[[], None], count: int) -> None:
         self._undo = undo
+        self._count = count
         self._bring_back = bring_back
 
     def bring_back(self) -> None:
@@ -99,6 +100,10 @@ class Wrapping:
         for each in self._undo:
             each()
         self._undo.clear()
+
+    def __repr__(self) -> str:
+        modules = "1 module" if self._count == 1 else f"{self._count} modules"
+        return f"<wrap() of {modules}, {'until remove()' if self._undo else 'removed'}>"
 
 
 def modules_of(modules: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
