@@ -7,8 +7,9 @@ and SkyRL's strategy for FSDP2, each with torch's AdamW and with ours, and torch
 One GPU, one process for each contender, and nothing in the place of the rollout. An iteration is: wake, one step, sleep.
 Its seconds are medians of all but the first. "free" is the device memory that another process could take while the
 worker sleeps, "host" how much more of the machine's memory is in use at most than before the worker was made. The same
-number of steps follows without a phase, in a second process: "same bits" compares hashes of the params. verl, skyrl and
-torch_memory_saver are used where they can be imported; Ray, data sets and servers are left out.
+number of steps follows without a phase, in a second process: "same bits" compares hashes of the params. torch is asked
+for deterministic algorithms. verl, skyrl and torch_memory_saver are used where they can be imported; Ray, data sets and
+servers are left out.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ class Worker:
 
 def leave_out() -> None:
     """Replaces packages that workers import but do not use here."""
+    packages = {name.partition(".")[0] for name in LEFT_OUT}
+    missing = {name for name in packages if name == "ray" or importlib.util.find_spec(name) is None}
     for name in LEFT_OUT:
-        if importlib.util.find_spec(name.partition(".")[0]) is None or name.startswith("ray"):
+        if name.partition(".")[0] in missing:
             spec = importlib.machinery.ModuleSpec(name, None)
             sys.modules.setdefault(name, mock.MagicMock(__spec__=spec, __path__=[], __version__="2.0"))
 
@@ -237,6 +240,8 @@ def timed(call: Callable[[], Any]) -> float:
 
 def run(options: argparse.Namespace, name: str) -> dict:
     maker, ours = CONTENDERS[name]
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
     torch.cuda.set_device(0)
     if maker != "torch_memory_saver":

@@ -246,6 +246,8 @@ class Shown:
         views. State that is due stays unpublished until show_hidden()."""
         if not everywhere and self._device.type == "cpu":
             return
+        if self._due:
+            self._wait()  # masters that follow written params may be queued
         for slot in list(self._due):
             if everywhere or self._is_on_device(slot):
                 del self._due[slot]
