@@ -31,15 +31,8 @@ bool TakeAll(void* library, CublasLt* lt) {
          Take(library, "cublasLtMatmul", &lt->multiply);
 }
 
-// Whether the library of this name can be used; else appends the reason to *why.
-bool TryOne(const char* name, int flags, OpenedCublasLt* opened, std::string* why) {
-  (void)dlerror();
-  void* const library = dlopen(name, flags | RTLD_LAZY | RTLD_LOCAL);
-  if (library == nullptr) {
-    const char* const text = dlerror();
-    if ((flags & RTLD_NOLOAD) == 0) *why += std::string("; ") + (text != nullptr ? text : name);
-    return false;
-  }
+// Whether this library can be used; else appends the reason to *why.
+bool TryLibrary(void* library, const char* name, OpenedCublasLt* opened, std::string* why) {
   if (!TakeAll(library, &opened->functions)) {
     *why += std::string("; ") + name + " lacks functions of CUDA 12";
     return false;
@@ -56,9 +49,19 @@ bool TryOne(const char* name, int flags, OpenedCublasLt* opened, std::string* wh
 Result<OpenedCublasLt> OpenCublasLt() {
   OpenedCublasLt opened{};
   std::string why;
-  for (const int flags : {RTLD_NOLOAD, 0})
-    for (const char* const name : kNames)
-      if (TryOne(name, flags, &opened, &why)) return opened;
+  for (const char* const name : kNames)
+    if (void* const loaded = dlopen(name, RTLD_NOLOAD | RTLD_LAZY | RTLD_LOCAL))
+      if (TryLibrary(loaded, name, &opened, &why)) return opened;
+  for (const char* const name : kNames) {
+    if (dlopen(name, RTLD_NOLOAD | RTLD_LAZY | RTLD_LOCAL) != nullptr) continue;  // tried above
+    (void)dlerror();
+    if (void* const library = dlopen(name, RTLD_LAZY | RTLD_LOCAL)) {
+      if (TryLibrary(library, name, &opened, &why)) return opened;
+    } else {
+      const char* const text = dlerror();
+      why += std::string("; ") + (text != nullptr ? text : name);
+    }
+  }
   return Status::Error(OFFLOAD_UNSUPPORTED,
                        "Muon on a CUDA device needs cuBLASLt of CUDA 12 or 13, and none can be "
                        "used%s; import torch first, which loads one, or add the folder of one to "
