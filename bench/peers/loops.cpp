@@ -1,6 +1,7 @@
-// The loop that only moves memory, as a shared library for peers.py.
-#include "loops.h"
-#include "team.h"
+// The loop that only moves memory, as a shared library for cpu.py.
+#include "../loops.h"
+
+#include "../team.h"
 
 #define PEERS_API extern "C" __attribute__((visibility("default")))
 
