@@ -420,10 +420,12 @@ typedef struct offload_optimizer_options {
   uint32_t reserved2;          /* 0 */
   uint64_t save_buffer_bytes;  /* host memory, for a GPU pinned, to which a step copies state before
                                   it overwrites it, if a running save has still to read it (see
-                                  offload_optimizer_save); 0 = none: the step waits. UINT64_MAX = a
-                                  quarter of the host memory that is free beside this optimizer and
-                                  those of the other ranks on this machine. The library takes at
-                                  most what all state could use */
+                                  offload_optimizer_save); 0 = none: the step waits. Commit takes
+                                  it. UINT64_MAX = at most a quarter of the host memory that is free
+                                  beside this optimizer and those of the other ranks on this
+                                  machine; the first save takes it, as far as memory is free then,
+                                  so that an optimizer that never saves pays nothing. The library
+                                  takes at most what all state could use */
 } offload_optimizer_options_t;
 
 /* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion and
@@ -1112,11 +1114,11 @@ typedef struct offload_save_options {
  * returns at once. Training goes on, and the files contain nothing of the steps that are queued
  * behind the save. A step that comes to state which the save has still to read copies it to the
  * buffer of save_buffer_bytes and updates it; the save reads the copy and frees its place. While
- * the buffer has no room for a chunk the step waits until the save has read enough. Each array of a
- * chunk takes whole blocks of 64 KiB there. The ticket of such a step completes when the step is
- * done, even if the save is not.
+ * the buffer has no room for a chunk the step waits until the save has read enough. The buffer is
+ * cut into blocks of 64 KiB, which large arrays fill and small ones share. Such a step's ticket
+ * completes when the step is done, even if the save is not.
  * While it runs, a save holds io_depth blocks of host memory, a few hundred bytes for each tensor
- * and 4 bytes for each 64 KiB of state.
+ * and 8 bytes for each 64 KiB of state.
  * The save reads params where they are if they are their own masters (fp32 params that are updated
  * in place) or the upper halves of split masters. The caller must not write or free those params
  * until the save has read them, or a step has copied them for it. That is so when its own ticket

@@ -117,8 +117,7 @@ Result<offload_plan_t> Optimizer::Plan() const {
 }
 
 // The shape of what is registered. If the options leave the size of the save's buffer to the
-// library, it is a quarter of the host memory that all else leaves free, which the ranks of this
-// machine share.
+// library, the size follows from the memory that all else leaves free.
 Result<StateShape> Optimizer::MakeShape() const {
   StateShape shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
   if (options_.save_buffer_bytes != kAutoSaveBuffer) return shape;
@@ -127,8 +126,8 @@ Result<StateShape> Optimizer::MakeShape() const {
       const offload_plan_t plan,
       PlanOf(*context_, table_, shape, Arrange(table_, shape, options_.device_fraction)));
   const auto less = [](uint64_t bytes, uint64_t taken) { return bytes - std::min(bytes, taken); };
-  const uint64_t ranks = context_->local_world();
-  uint64_t bytes = less(plan.host_available_bytes, ranks * plan.host_bytes) / 4 / ranks;
+  uint64_t bytes = Checkpoints::AutoBufferBytes(
+      *context_, less(plan.host_available_bytes, context_->local_world() * plan.host_bytes));
   if (!context_->device().unified())
     bytes = std::min(bytes, less(plan.pinned_bytes_left, PinnedBytesOf(plan)));
   shape.options.save_buffer_bytes = bytes;
@@ -240,7 +239,9 @@ Status Optimizer::Commit(StreamHandle stream) {
                                                    std::move(shape), std::move(arrangement)));
   HYBRIDOPT_TRY(committed->checkpoints->CheckRoom());
   HYBRIDOPT_TRY(committed->pipeline->Start());
-  HYBRIDOPT_TRY(committed->checkpoints->Start());
+  // A program may never save: what it has not asked for it is not to pay for.
+  if (options_.save_buffer_bytes != kAutoSaveBuffer)
+    HYBRIDOPT_TRY(committed->checkpoints->TakeBuffer());
   HYBRIDOPT_TRY(committed->master_fill->Initialize(table_.addresses(), stream));
   HYBRIDOPT_TRY(PinStates(*committed));  // the workers must touch it before: Initialize does that
   HYBRIDOPT_TRY(committed->changes->ClearDevice());

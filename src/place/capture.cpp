@@ -1,10 +1,10 @@
 #include "place/capture.h"
 
-#include <bit>
 #include <chrono>
 #include <utility>
 
 #include "base/check.h"
+#include "base/system.h"
 
 namespace hybridopt {
 namespace {
@@ -25,35 +25,73 @@ uint64_t ElementBytes(const ParamShape& param, uint32_t slot) {
   return RowOf(param.format[StoredSlot(param, slot)]).unit_bytes;
 }
 
-uint64_t PieceElements(const ParamShape& param, uint32_t slot) {
-  const bool beside = slot == kMaster && param.beside_param();
-  return std::bit_floor(Capture::kSlotBytes /
-                        (ElementBytes(param, slot) + (beside ? sizeof(uint16_t) : 0)));
+// Of an element of the param, which a save reads too if the master is beside it.
+uint64_t ParamBytes(const ParamShape& param, uint32_t slot) {
+  return slot == kMaster && param.beside_param() ? sizeof(uint16_t) : 0;
 }
+
+// Of a cache line: pieces that share a slot begin at multiples of it.
+constexpr uint64_t kLineBytes = 64;
+// Small pieces share slots.
+bool IsSmall(uint64_t piece_bytes, uint64_t slot_bytes) { return piece_bytes <= slot_bytes / 2; }
 
 }  // namespace
 
-// A param begins a piece of each array, and so does each of its segments. Segments begin where
-// chunks do, where a param has had as many elements as a chunk, and once at the end of the device's
-// share.
+// ----------------------------------------------------------------------------------------- room --
+
+bool Capture::OpenSlot::Add(uint64_t piece_bytes) {
+  if (!IsSmall(piece_bytes, slot_bytes)) return true;
+  const bool is_full = filled_bytes + piece_bytes > slot_bytes;
+  filled_bytes = (is_full ? 0 : filled_bytes) + piece_bytes;
+  return is_full;
+}
+
+void Capture::Room::Add(uint64_t piece_bytes) {
+  IsSmall(piece_bytes, slot_bytes) ? shared_bytes += piece_bytes : own_slots += 1;
+}
+
+void Capture::Room::Remove(uint64_t piece_bytes) {
+  IsSmall(piece_bytes, slot_bytes) ? shared_bytes -= piece_bytes : own_slots -= 1;
+}
+
+// A slot that has no room for the next small piece is more than half full.
+uint64_t Capture::Room::slots() const {
+  const uint64_t half = slot_bytes / 2;
+  return own_slots + (shared_bytes + half - 1) / half;
+}
+
+// A param begins a piece of each array. So does each of its segments, and if that cuts a piece in
+// two, both take at most one slot more. Segments begin where chunks do, where a param has had as
+// many elements as a chunk, and once at the end of the device's share.
 uint64_t Capture::BufferBytesMost(const ParamTable& table, const StateShape& shape) {
-  uint64_t slots = kArrays * (ChunksMost(shape) + 1);
+  Room room{SlotBytes(shape)};
+  room.own_slots = kArrays * (ChunksMost(shape) + 1);
   for (uint32_t id = 0; id < table.size(); ++id) {
     const ParamShape& param = shape.params[id];
     const uint64_t count = table.param(id).count;
     for (uint32_t slot = 0; slot < kArrays; ++slot) {
       if (!HasState(param.rule, Format::kFp32, StateSlot{slot})) continue;
-      const uint64_t most = PieceElements(param, slot);
-      slots += (count + most - 1) / most + count / shape.options.chunk_elements;
+      const Array array = ArrayOf(param, slot, room.slot_bytes);
+      room.own_slots += count / array.piece_elements + count / shape.options.chunk_elements;
+      room.Add(PieceBytes(array, {0, 0, count % array.piece_elements}));
     }
   }
-  return slots * kSlotBytes;
+  return room.slots() * room.slot_bytes;
+}
+
+uint64_t Capture::ParamsOffset(const Array& array, const Piece& piece) {
+  return system::RoundUp((piece.end - piece.begin) * array.element_bytes, kLineBytes);
+}
+
+uint64_t Capture::PieceBytes(const Array& array, const Piece& piece) {
+  return ParamsOffset(array, piece) +
+         system::RoundUp((piece.end - piece.begin) * array.param_bytes, kLineBytes);
 }
 
 // --------------------------------------------------------------------------------------- layout --
 
 Capture::Capture(const StateShape& shape, const Residence& residence, const ChunkTable& chunks)
-    : shape_(shape), arrays_(shape.params.size() * kArrays) {
+    : shape_(shape), slot_bytes_(SlotBytes(shape)), arrays_(shape.params.size() * kArrays) {
   const auto params = static_cast<uint32_t>(shape.params.size());
   std::vector<uint32_t> next(params + 1);  // per param: its next fragment, in `ordered`
   for (const Fragment& fragment : chunks.fragments) next[fragment.param + 1] += 1;
@@ -80,18 +118,24 @@ void Capture::AddSegments(uint32_t param, uint64_t begin, uint64_t end, uint64_t
     segments_.push_back({begin, {}});
 }
 
+Capture::Array Capture::ArrayOf(const ParamShape& param, uint32_t slot, uint64_t slot_bytes) {
+  const auto element_bytes = static_cast<uint32_t>(ElementBytes(param, slot));
+  const auto param_bytes = static_cast<uint32_t>(ParamBytes(param, slot));
+  const auto elements = static_cast<uint32_t>(slot_bytes / (element_bytes + param_bytes));
+  return {std::bit_floor(elements), element_bytes, param_bytes, false};
+}
+
 void Capture::AddArray(uint32_t param, StateSlot slot, bool borrowed) {
   Array& array = arrays_[ArrayIndex(param, slot)];
-  array.piece_elements = static_cast<uint32_t>(PieceElements(shape_.params[param], slot));
-  array.params_offset =
-      array.piece_elements * static_cast<uint32_t>(ElementBytes(shape_.params[param], slot));
+  array = ArrayOf(shape_.params[param], slot, slot_bytes_);
   array.borrowed = borrowed;
   const uint32_t before = piece_count_;
   for (uint32_t i = first_segment_[param]; i + 1 < first_segment_[param + 1]; ++i) {
     segments_[i].first_piece[slot] = piece_count_;
-    const uint64_t count = segments_[i + 1].begin - segments_[i].begin;
-    piece_count_ +=
-        static_cast<uint32_t>((count + array.piece_elements - 1) / array.piece_elements);
+    const uint64_t end = segments_[i + 1].begin;
+    for (uint64_t begin = segments_[i].begin; begin < end; begin += array.piece_elements)
+      live_room_.Add(
+          PieceBytes(array, {piece_count_++, begin, std::min(begin + array.piece_elements, end)}));
   }
   live_ += piece_count_ - before;
   if (borrowed) borrowed_live_ += piece_count_ - before;
@@ -99,11 +143,11 @@ void Capture::AddArray(uint32_t param, StateSlot slot, bool borrowed) {
 }
 
 void Capture::UseBuffer(std::span<std::byte> buffer) {
-  pieces_ = std::vector<std::atomic<uint32_t>>(piece_count_);
+  pieces_ = std::vector<std::atomic<uint64_t>>(piece_count_);
   buffer_ = buffer;
-  const uint64_t slots = std::min<uint64_t>(
-      {buffer.size() / kSlotBytes, piece_count_, (uint64_t{1} << kSlotBits) - 1});
+  const uint64_t slots = std::min<uint64_t>(buffer.size() / slot_bytes_, piece_count_);
   free_.resize(slots);
+  pieces_in_.resize(slots);
   // The first slots are given first.
   for (uint64_t i = 0; i < slots; ++i) free_[i] = static_cast<uint32_t>(slots - 1 - i);
 }
@@ -129,13 +173,13 @@ Capture::Source Capture::Take(uint32_t param, StateSlot slot, uint64_t first, ui
   const Piece piece = PieceAt(param, slot, first);
   std::unique_lock lock(mutex_);
   AwaitLocked(lock, [&] { return StateOf(pieces_[piece.index]) != kCopying; });
-  const uint32_t word = pieces_[piece.index];
+  const uint64_t word = pieces_[piece.index];
   if (StateOf(word) == kAside || StateOf(word) == kBehind) {
     const uint64_t element = first - piece.begin;
-    std::byte* const copy = SlotAt(word);
+    std::byte* const copy = CopyAt(word);
     const ParamShape& shaped = shape_.params[param];
-    return {std::min(count, piece.end - first), copy + element * ElementBytes(shaped, slot),
-            copy + array.params_offset + element * sizeof(uint16_t),
+    return {std::min(count, piece.end - first), copy + element * array.element_bytes,
+            copy + ParamsOffset(array, piece) + element * array.param_bytes,
             shaped.format[StoredSlot(shaped, slot)], StateOf(word) == kBehind ? copied_ : nullptr};
   }
   const uint64_t end = first + count;
@@ -143,7 +187,7 @@ Capture::Source Capture::Take(uint32_t param, StateSlot slot, uint64_t first, ui
   while (taken < end) {
     const Piece next = PieceAt(param, slot, taken);
     if (StateOf(pieces_[next.index]) != kLive) break;
-    Set(next.index, kReading);
+    Set(next, kReading);
     taken = std::min(next.end, end);
   }
   HYBRIDOPT_CHECK(taken > first);
@@ -155,15 +199,15 @@ void Capture::Finish(uint32_t param, StateSlot slot, uint64_t first, uint64_t co
   std::unique_lock lock(mutex_);
   for (const uint64_t end = first + count; first < end;) {
     const Piece piece = PieceAt(param, slot, first);
-    const uint32_t word = pieces_[piece.index];
+    const uint64_t word = pieces_[piece.index];
     const bool is_whole = piece.end <= end;
     first = std::min(piece.end, end);
     // What is left of a piece may be put aside, with all of the piece.
-    if (!is_whole && StateOf(word) == kReading) Set(piece.index, kLive);
+    if (!is_whole && StateOf(word) == kReading) Set(piece, kLive);
     if (!is_whole) continue;
-    if (StateOf(word) != kReading) free_.push_back(SlotOf(word));
-    if (StateOf(word) != kAside) Leave(array);
-    Set(piece.index, kRead);
+    if (StateOf(word) != kReading) FreeRoom(OffsetOf(word));
+    if (StateOf(word) != kAside) Leave(array, piece);
+    Set(piece, kRead);
   }
   Notify(std::move(lock));
 }
@@ -182,19 +226,20 @@ bool Capture::PutAside(Ranges ranges, Arrays arrays) {
   if (!reads_state()) return false;
   std::unique_lock lock(mutex_);
   AwaitLocked(lock, [&] {
-    uint64_t live = 0, reading = 0;
-    ForEachPiece(ranges, arrays, [&](uint32_t piece, const Array&) {
-      live += StateOf(pieces_[piece]) == kLive;
-      reading += StateOf(pieces_[piece]) == kReading;
+    uint64_t slots = 0, reading = 0;
+    OpenSlot open = open_;
+    ForEachPiece(ranges, arrays, [&](const Piece& piece, const Array& array) {
+      const uint32_t state = StateOf(pieces_[piece.index]);
+      if (state == kLive && open.Add(PieceBytes(array, piece))) slots += 1;
+      reading += state == kReading;
     });
-    return reading == 0 && live <= free_.size();
+    return reading == 0 && slots <= free_.size();
   });
   if (ended_) return false;
   bool any = false;
-  ForEachPiece(ranges, arrays, [&](uint32_t piece, const Array&) {
-    if (StateOf(pieces_[piece]) != kLive) return;
-    Set(piece, kCopying, free_.back());
-    free_.pop_back();
+  ForEachPiece(ranges, arrays, [&](const Piece& piece, const Array& array) {
+    if (StateOf(pieces_[piece.index]) != kLive) return;
+    Set(piece, kCopying, GiveRoom(PieceBytes(array, piece)));
     any = true;
   });
   return any;
@@ -203,8 +248,9 @@ bool Capture::PutAside(Ranges ranges, Arrays arrays) {
 void Capture::CopiedBehind(Ranges ranges, EventHandle event) {
   std::unique_lock lock(mutex_);
   copied_ = event;
-  ForEachPiece(ranges, Arrays::kAll, [&](uint32_t piece, const Array&) {
-    if (StateOf(pieces_[piece]) == kCopying) Set(piece, kBehind, SlotOf(pieces_[piece]));
+  ForEachPiece(ranges, Arrays::kAll, [&](const Piece& piece, const Array&) {
+    const uint64_t word = pieces_[piece.index];
+    if (StateOf(word) == kCopying) Set(piece, kBehind, OffsetOf(word));
   });
   Notify(std::move(lock));
 }
@@ -213,20 +259,21 @@ void Capture::Copied(Ranges ranges, Arrays arrays) {
   if (!reads_state()) return;
   std::unique_lock lock(mutex_);
   if (ended_) return;
-  ForEachPiece(ranges, arrays, [&](uint32_t piece, const Array& array) {
-    const uint32_t state = StateOf(pieces_[piece]);
-    if (state != kCopying && state != kBehind) return;
-    Set(piece, kAside, SlotOf(pieces_[piece]));
-    Leave(array);
+  ForEachPiece(ranges, arrays, [&](const Piece& piece, const Array& array) {
+    const uint64_t word = pieces_[piece.index];
+    if (StateOf(word) != kCopying && StateOf(word) != kBehind) return;
+    Set(piece, kAside, OffsetOf(word));
+    Leave(array, piece);
   });
   Notify(std::move(lock));
 }
 
 void Capture::Withdraw(Ranges ranges) {
   std::unique_lock lock(mutex_);
-  ForEachPiece(ranges, Arrays::kAll, [&](uint32_t piece, const Array&) {
-    if (StateOf(pieces_[piece]) != kCopying) return;
-    free_.push_back(SlotOf(pieces_[piece]));
+  ForEachPiece(ranges, Arrays::kAll, [&](const Piece& piece, const Array&) {
+    const uint64_t word = pieces_[piece.index];
+    if (StateOf(word) != kCopying) return;
+    FreeRoom(OffsetOf(word));
     Set(piece, kLive);
   });
   Notify(std::move(lock));
@@ -235,9 +282,10 @@ void Capture::Withdraw(Ranges ranges) {
 bool Capture::HasRead(uint32_t param, uint64_t begin, uint64_t count) const {
   if (!reads_state()) return true;
   bool read = true;
-  ForEachPiece(
-      [&](Visit visit) { visit(param, begin, count); }, Arrays::kAll,
-      [&](uint32_t piece, const Array&) { read = read && StateOf(pieces_[piece]) >= kAside; });
+  ForEachPiece([&](Visit visit) { visit(param, begin, count); }, Arrays::kAll,
+               [&](const Piece& piece, const Array&) {
+                 read = read && StateOf(pieces_[piece.index]) >= kAside;
+               });
   return read;
 }
 
@@ -256,7 +304,7 @@ bool Capture::AwaitAll(int64_t timeout_ns) {
 bool Capture::AwaitRoom(int64_t timeout_ns) {
   std::unique_lock lock(mutex_);
   return AwaitLocked(
-      lock, [this] { return live_ <= free_.size(); }, timeout_ns);
+      lock, [this] { return live_room_.slots() <= free_.size(); }, timeout_ns);
 }
 
 // ------------------------------------------------------------------------------------- private --
@@ -270,20 +318,42 @@ void Capture::ForEachPiece(Ranges ranges, Arrays arrays, VisitPiece&& visit) con
       for (uint64_t first = begin; first < begin + count;) {
         const Piece piece = PieceAt(param, slot, first);
         HYBRIDOPT_CHECK(piece.begin == first && piece.end <= begin + count);
-        visit(piece.index, array);
+        visit(piece, array);
         first = piece.end;
       }
     }
   });
 }
 
-void Capture::Set(uint32_t piece, uint32_t state, uint32_t slot) {
-  pieces_[piece].store(state << kSlotBits | slot, std::memory_order_release);
+void Capture::Set(const Piece& piece, uint32_t state, uint64_t offset) {
+  pieces_[piece.index].store(uint64_t{state} << kOffsetBits | offset, std::memory_order_release);
+}
+
+// Returns the offset in the buffer, which must have room.
+uint64_t Capture::GiveRoom(uint64_t piece_bytes) {
+  const bool is_small = IsSmall(piece_bytes, slot_bytes_);
+  uint32_t slot = open_.slot;
+  if (open_.Add(piece_bytes)) {
+    slot = free_.back();
+    free_.pop_back();
+    if (is_small) open_.slot = slot;
+  }
+  pieces_in_[slot] += 1;
+  return slot * slot_bytes_ + (is_small ? open_.filled_bytes - piece_bytes : 0);
+}
+
+void Capture::FreeRoom(uint64_t offset) {
+  const auto slot = static_cast<uint32_t>(offset / slot_bytes_);
+  pieces_in_[slot] -= 1;
+  if (pieces_in_[slot] > 0) return;
+  if (slot == open_.slot) open_ = {slot_bytes_};
+  free_.push_back(slot);
 }
 
 // One more piece is not live any more.
-void Capture::Leave(const Array& array) {
+void Capture::Leave(const Array& array, const Piece& piece) {
   live_ -= 1;
+  live_room_.Remove(PieceBytes(array, piece));
   if (array.borrowed) borrowed_live_ -= 1;
 }
 

@@ -5,9 +5,11 @@
 //   live --Take--> reading --Finish--> read      the save reads it where it is
 //     \--PutAside--> copying --Copied--> aside --Finish--> read
 //
-// A step puts the pieces that it will overwrite aside: each gets a slot of the buffer, the step
-// copies the piece there before it updates it, and the save reads the copy, and frees the slot. If
-// the buffer has too few free slots, the step waits until the save has read enough.
+// A step puts the pieces that it will overwrite aside: each gets room in the buffer, the step
+// copies the piece there before it updates it, and the save reads the copy, and frees the room. The
+// buffer is cut into slots. A large piece has a slot of its own, and small ones share slots, which
+// are free again when all of their pieces have been read. If too few slots are free, the step waits
+// until the save has read enough.
 //
 //   param    | segment       | segment | segment |
 //   masters  | piece | piece | piece   | piece   |
@@ -25,6 +27,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -44,8 +47,12 @@ namespace hybridopt {
 
 class Capture {
  public:
-  // The bytes of one slot of the buffer.
+  // The bytes of one slot of the buffer, at most: where chunks are small, a slot has as many as a
+  // chunk has of a master.
   static constexpr uint64_t kSlotBytes = uint64_t{64} << 10;
+  static uint64_t SlotBytes(const StateShape& shape) {
+    return std::min(kSlotBytes, std::bit_ceil(shape.options.chunk_elements * sizeof(float)));
+  }
   // The bytes that a buffer for all state has, at most, under every device fraction.
   static uint64_t BufferBytesMost(const ParamTable& table, const StateShape& shape);
 
@@ -88,13 +95,13 @@ class Capture {
   using Ranges = FunctionRef<void(Visit visit)>;
   enum class Arrays { kAll, kBorrowed };
 
-  // Gives each piece of these elements that the save has not read a slot, all of them or none: it
+  // Gives room to each piece of these elements that the save has not read, to all or none: it
   // waits while the buffer has no room for all, and while the save reads one of them. Until Copied
   // the save waits for these pieces, so the caller must not wait for the save. Returns whether
   // there is something to copy.
   bool PutAside(Ranges ranges, Arrays arrays = Arrays::kAll);
   // Calls visit(first, count, copy, params) for each part of elements [first, first + count) of an
-  // array whose piece has been given a slot and is not copied yet: `copy` is where these elements
+  // array whose piece has been given room and is not copied yet: `copy` is where these elements
   // go, `params` where those of the param go, for formats beside it.
   template <typename Copy>
   void ForEachCopy(uint32_t param, StateSlot slot, uint64_t first, uint64_t count,
@@ -134,7 +141,8 @@ class Capture {
   static constexpr uint32_t kArrays = 3;
   struct Array {
     uint32_t piece_elements = 0;  // 0: the save does not read this array
-    uint32_t params_offset = 0;   // in a slot: behind the elements of the array
+    uint32_t element_bytes = 0;
+    uint32_t param_bytes = 0;  // of an element of the param, if the piece has a copy of that too
     bool borrowed = false;
   };
   struct Segment {
@@ -146,34 +154,58 @@ class Capture {
     uint64_t begin;  // elements
     uint64_t end;
   };
-  // What an atomic of pieces_ has: the state of a piece, and its slot.
+  // The room that pieces take, at most.
+  struct Room {
+    uint64_t slot_bytes;
+    uint64_t own_slots = 0;     // of large pieces
+    uint64_t shared_bytes = 0;  // of small ones
+    void Add(uint64_t piece_bytes);
+    void Remove(uint64_t piece_bytes);
+    uint64_t slots() const;
+  };
+  // The slot that takes small pieces.
+  struct OpenSlot {
+    uint64_t slot_bytes;
+    uint64_t filled_bytes = slot_bytes;  // its first bytes; there is no open slot at first
+    uint32_t slot = 0;
+    bool Add(uint64_t piece_bytes);  // returns whether the piece needs a new slot
+  };
+  // What an atomic of pieces_ has: the state of a piece, and its offset in the buffer.
   enum : uint32_t { kLive = 0, kReading, kCopying, kBehind, kAside, kRead };
-  static constexpr uint32_t kSlotBits = 28;
-  static uint32_t StateOf(uint32_t word) { return word >> kSlotBits; }
-  static uint32_t SlotOf(uint32_t word) { return word & ((uint32_t{1} << kSlotBits) - 1); }
+  static constexpr uint32_t kOffsetBits = 60;
+  static uint32_t StateOf(uint64_t word) { return static_cast<uint32_t>(word >> kOffsetBits); }
+  static uint64_t OffsetOf(uint64_t word) { return word & ((uint64_t{1} << kOffsetBits) - 1); }
 
+  // An array that is not borrowed.
+  static Array ArrayOf(const ParamShape& param, uint32_t slot, uint64_t slot_bytes);
   static size_t ArrayIndex(uint32_t param, uint32_t slot) { return size_t{param} * kArrays + slot; }
   const Array& ArrayAt(uint32_t param, uint32_t slot) const {
     return arrays_[ArrayIndex(param, slot)];
   }
   Piece PieceAt(uint32_t param, uint32_t slot, uint64_t element) const;
-  std::byte* SlotAt(uint32_t word) const { return buffer_.data() + SlotOf(word) * kSlotBytes; }
+  // The bytes of the elements of a piece, behind which the params are, and all of its bytes.
+  static uint64_t ParamsOffset(const Array& array, const Piece& piece);
+  static uint64_t PieceBytes(const Array& array, const Piece& piece);
+  std::byte* CopyAt(uint64_t word) const { return buffer_.data() + OffsetOf(word); }
   void AddSegments(uint32_t param, uint64_t begin, uint64_t end, uint64_t most);
   // These with mutex_ held.
   template <typename VisitPiece>
   void ForEachPiece(Ranges ranges, Arrays arrays, VisitPiece&& visit) const;
-  void Set(uint32_t piece, uint32_t state, uint32_t slot = 0);
-  void Leave(const Array& array);
+  void Set(const Piece& piece, uint32_t state, uint64_t offset = 0);
+  uint64_t GiveRoom(uint64_t piece_bytes);
+  void FreeRoom(uint64_t offset);
+  void Leave(const Array& array, const Piece& piece);
   bool AwaitLocked(std::unique_lock<std::mutex>& lock, FunctionRef<bool()> done,
                    int64_t timeout_ns = -1);
   void Notify(std::unique_lock<std::mutex> lock);
 
   const StateShape& shape_;
+  const uint64_t slot_bytes_;
   std::vector<Array> arrays_;            // kArrays per param
   std::vector<uint32_t> first_segment_;  // per param, and the end
   std::vector<Segment> segments_;        // behind those of each param one that begins at its end
   uint32_t piece_count_ = 0;
-  std::vector<std::atomic<uint32_t>> pieces_;  // written with mutex_ held
+  std::vector<std::atomic<uint64_t>> pieces_;  // written with mutex_ held
   std::span<std::byte> buffer_;
   std::function<void()> on_borrowed_read_;
   EventHandle ready_ = nullptr;
@@ -181,9 +213,12 @@ class Capture {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<uint32_t> free_;               // slots
+  std::vector<uint32_t> free_;       // slots
+  std::vector<uint32_t> pieces_in_;  // how many pieces each slot has
+  OpenSlot open_{slot_bytes_};
   EventHandle copied_ = nullptr;             // of what is kBehind
   std::atomic<uint64_t> live_ = 0;           // pieces that are neither read nor aside
+  Room live_room_{slot_bytes_};              // what they will take
   std::atomic<uint64_t> borrowed_live_ = 0;  // those of borrowed arrays
   bool told_ = false;                        // on_borrowed_read_ has been called
   uint32_t waiting_ = 0;                     // threads
@@ -195,16 +230,15 @@ void Capture::ForEachCopy(uint32_t param, StateSlot slot, uint64_t first, uint64
                           Copy&& copy) const {
   const Array& array = ArrayAt(param, slot);
   if (array.piece_elements == 0 || !reads_state()) return;
-  const uint64_t element_bytes = array.params_offset / array.piece_elements;
   for (const uint64_t end = first + count; first < end;) {
     const Piece piece = PieceAt(param, slot, first);
-    const uint32_t word = pieces_[piece.index].load(std::memory_order_acquire);
+    const uint64_t word = pieces_[piece.index].load(std::memory_order_acquire);
     const uint64_t here = std::min(piece.end, end) - first;
     if (StateOf(word) == kCopying) {
-      std::byte* const into = SlotAt(word);
+      std::byte* const into = CopyAt(word);
       const uint64_t element = first - piece.begin;
-      copy(first, here, into + element * element_bytes,
-           into + array.params_offset + element * sizeof(uint16_t));
+      copy(first, here, into + element * array.element_bytes,
+           into + ParamsOffset(array, piece) + element * array.param_bytes);
     }
     first += here;
   }

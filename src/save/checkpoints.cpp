@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/profiler_range.h"
+#include "base/system.h"
 #include "base/utf8.h"
 #include "save/file_failure.h"
 
@@ -16,11 +17,24 @@ uint64_t Checkpoints::BufferBytes(const ParamTable& table, const StateShape& sha
   return std::min(shape.options.save_buffer_bytes, Capture::BufferBytesMost(table, shape));
 }
 
-Status Checkpoints::Start() {
-  buffer_bytes_ = BufferBytes(saved_.table, saved_.shape);
-  if (buffer_bytes_ == 0) return {};
-  HYBRIDOPT_ASSIGN(buffer_, PinnedRoom::TakeAnyway(context_, buffer_bytes_));
+Status Checkpoints::TakeBuffer(uint64_t bytes) {
+  if (bytes == 0) return {};
+  HYBRIDOPT_ASSIGN(buffer_, PinnedRoom::TakeAnyway(context_, bytes));
+  buffer_bytes_ = bytes;
   return {};
+}
+
+// Commit planned with the memory that was free then; other code may have taken it since.
+void Checkpoints::TakeBufferAtSave() {
+  if (buffer_bytes_ > 0) return;
+  (void)CatchBadAlloc("save", [this]() -> Status {
+    const uint64_t planned = BufferBytes(saved_.table, saved_.shape);
+    const Status taken =
+        TakeBuffer(std::min(planned, AutoBufferBytes(context_, system::AvailableBytes())));
+    if (buffer_bytes_ < planned)
+      context_.Note("the buffer for saves is smaller than planned: less memory is free now");
+    return taken;
+  });
 }
 
 // ----------------------------------------------------------------------------------------- save --
@@ -28,6 +42,7 @@ Status Checkpoints::Start() {
 Status Checkpoints::Save(SaveRequest request, EventHandle ready, Timeline& timeline,
                          uint64_t sequence) {
   HYBRIDOPT_TRY(save_.AwaitEnd());  // only one save runs at a time
+  TakeBufferAtSave();
   const auto lay_out = [&] {
     return Saver::Create(context_, saved_, std::move(request), PointOf(ready), buffer());
   };

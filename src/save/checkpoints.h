@@ -25,11 +25,16 @@ class Checkpoints {
         agreement_(comm),
         save_(context, comm_, agreement_) {}
 
-  // Takes the buffer into which steps put aside what a save has still to read. To be called once,
-  // before the first save.
-  Status Start();
+  // Takes the buffer into which steps put aside what a save has still to read. Unless this has been
+  // called, the first save takes it, if there is memory for it then.
+  Status TakeBuffer() { return TakeBuffer(BufferBytes(saved_.table, saved_.shape)); }
   // The bytes of that buffer: pinned where the device has memory of its own.
   static uint64_t BufferBytes(const ParamTable& table, const StateShape& shape);
+  // The most that a buffer of the library's own choice takes of free host memory: a quarter, which
+  // the ranks of this machine share.
+  static uint64_t AutoBufferBytes(const Context& context, uint64_t free_bytes) {
+    return free_bytes / 4 / context.local_world();
+  }
   void AddNodeBytes(NodeBytes* sum) const { buffer_.AddNodeBytes(sum); }
 
   // UNSUPPORTED if the names and shapes of the params do not fit into the head of a file.
@@ -52,6 +57,8 @@ class Checkpoints {
                            Status* refusal) const;
   SavePoint PointOf(EventHandle ready) const;
 
+  Status TakeBuffer(uint64_t bytes);
+  void TakeBufferAtSave();
   std::span<std::byte> buffer() const { return {buffer_.data(), buffer_bytes_}; }
 
   Context& context_;

@@ -154,7 +154,7 @@ TEST_F(BesideASave, NoExecutorOverwritesWhatItHasStillToRead) {
   }
 }
 
-constexpr uint64_t kSlotBytes = uint64_t{64} << 10;  // for each array of a piece of a param
+constexpr uint64_t kSlotBytes = 1024 * sizeof(float);  // chunks have 1024 elements
 
 const std::vector<Place> kPlacesWithBuffers = {
     {OFFLOAD_DEVICE_HOST, 0},
@@ -190,7 +190,7 @@ TEST_F(BesideASave, WithRoomForAllStepsDoNotWaitForIt) {
 
 TEST_F(BesideASave, AFullBufferIsWaitedFor) {
   for (const Place& place : kPlacesWithBuffers) {
-    for (const uint64_t slots : {uint64_t{1}, uint64_t{4}, uint64_t{14}}) {
+    for (const uint64_t slots : {uint64_t{1}, uint64_t{4}, uint64_t{12}}) {
       buffer_bytes_ = slots * kSlotBytes + 17;
       Start(SmallProblem(2), place, true);
       const offload_ticket_t step = QueueStep(1);
@@ -244,6 +244,30 @@ TEST(SaveBuffer, ThePlanTellsWhatIsTaken) {
     EXPECT_EQ(PlanWithBuffer(device, 12345).host_save_bytes, 12345u);
     EXPECT_EQ(PlanWithBuffer(device, UINT64_MAX).host_save_bytes, all.host_save_bytes);
     EXPECT_EQ(all.host_bytes - none.host_bytes, all.host_save_bytes);
+  }
+}
+
+uint64_t PinnedBytes(const LifecycleRig& rig) {
+  auto info = Make<offload_context_info_t>();
+  MUST(offload_context_get_info(rig.context(), &info));
+  return info.pinned_bytes;
+}
+
+TEST(SaveBuffer, OnlyASaveTakesWhatTheLibraryChooses) {
+  const TemporaryDirectory directory;
+  const Solved solved(SmallProblem(1));
+  LifecycleSetting setting;
+  setting.device_kind = OFFLOAD_DEVICE_SIM;
+  const LifecycleRig none(solved.problem, setting);
+  setting.optimizer.save_buffer_bytes = uint64_t{1} << 40;
+  const LifecycleRig named(solved.problem, setting);
+  setting.optimizer.save_buffer_bytes = UINT64_MAX;
+  LifecycleRig chosen(solved.problem, setting);
+  EXPECT_GT(PinnedBytes(named), PinnedBytes(none));
+  EXPECT_EQ(PinnedBytes(chosen), PinnedBytes(none));
+  for (int save = 0; save < 2; ++save) {
+    chosen.Wait(chosen.Save(directory / std::to_string(save)));
+    EXPECT_EQ(PinnedBytes(chosen), PinnedBytes(named));
   }
 }
 

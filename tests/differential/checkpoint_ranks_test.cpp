@@ -32,7 +32,7 @@ RanksSetting RandomSetting(Random& random) {
       setting.context.device_kind != OFFLOAD_DEVICE_HOST && random.OneIn(2) ? 20'000 : 0;
   constexpr double kFractions[] = {0, 0.3, 1};
   setting.optimizer = {kFractions[random.Below(3)], 1024, 2};
-  if (random.OneIn(2)) setting.optimizer.save_buffer_bytes = random.Below(uint64_t{4} << 20);
+  if (random.OneIn(2)) setting.optimizer.save_buffer_bytes = random.Below(uint64_t{256} << 10);
   return setting;
 }
 

@@ -32,7 +32,7 @@ Setting RandomSetting(Random& random) {
   setting.optimizer.staging_slots = static_cast<uint32_t>(2 + random.Below(3));
   if (setting.context.device_kind != OFFLOAD_DEVICE_HOST)
     setting.optimizer.host_executors = static_cast<int32_t>(random.Below(3));
-  if (random.OneIn(2)) setting.optimizer.save_buffer_bytes = random.Below(uint64_t{2} << 20);
+  if (random.OneIn(2)) setting.optimizer.save_buffer_bytes = random.Below(uint64_t{128} << 10);
   return setting;
 }
 

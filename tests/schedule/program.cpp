@@ -127,8 +127,9 @@ Program::Program(Family drawn_family, uint64_t drawn_number)
   if (random.OneIn(2)) variant += 2;
   if (random.OneIn(2) && sim && options.host_executors != OFFLOAD_EXECUTORS_STREAMED)
     options.early_update_bytes = uint64_t{1} << (13 + random.Below(4));
-  // Each array of a param that a step puts aside takes 64 KiB.
-  if (random.OneIn(2)) options.save_buffer_bytes = (uint64_t{64} << 10) * (1 + random.Below(20));
+  // In slots, which have as many bytes as a chunk has of a master.
+  if (random.OneIn(2))
+    options.save_buffer_bytes = options.chunk_elements * sizeof(float) * (1 + random.Below(20));
 }
 
 // Ranks make the same calls, so theirs are counted once.

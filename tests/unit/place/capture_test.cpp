@@ -79,6 +79,16 @@ class CaptureTest : public testing::Test {
     for (const StateSlot slot : {kMaster, kMoment0, kMoment1}) Read(param, slot, first, count);
   }
 
+  // The copies, each with its number of fp32 elements, lie in the buffer, and none in another.
+  void ExpectApart(const std::map<std::byte*, uint64_t>& copies) {
+    std::byte* free = buffer_.data();
+    for (const auto& [copy, count] : copies) {
+      EXPECT_LE(free, copy);
+      free = copy + count * sizeof(float);
+    }
+    EXPECT_LE(free, buffer_.data() + buffer_.size());
+  }
+
   // Calls something on another thread, which must not return before `until` has been called.
   template <typename Wait, typename Until>
   void ReturnsAfter(Wait&& wait, Until&& until) {
@@ -134,13 +144,11 @@ TEST_F(CaptureTest, WhatHasASlotIsReadWhenItHasBeenCopied) {
                           copies[copy - element * sizeof(float)] += count;
                           std::memset(copy, 7 + slot, count * sizeof(float));
                         });
-  EXPECT_EQ(copies.size(), 6u);  // no slot is given twice
+  EXPECT_EQ(copies.size(), 6u);  // no room is given twice
   uint64_t copied = 0;
-  for (const auto& [slot, count] : copies) {
-    EXPECT_EQ(static_cast<uint64_t>(slot - buffer_.data()) % Capture::kSlotBytes, 0u);
-    copied += count;
-  }
+  for (const auto& [copy, count] : copies) copied += count;
   EXPECT_EQ(copied, 3 * (kSegment - 5));
+  ExpectApart(copies);
   capture.ForEachCopy(0, kMaster, 0, kSegment,
                       [](uint64_t, uint64_t, std::byte*, std::byte*) { ADD_FAILURE(); });
   EXPECT_FALSE(capture.HasRead(0, kSegment, kSegment));
@@ -157,22 +165,27 @@ TEST_F(CaptureTest, WhatHasASlotIsReadWhenItHasBeenCopied) {
                       [](uint64_t, uint64_t, std::byte*, std::byte*) { ADD_FAILURE(); });
 }
 
-// A segment takes 6 slots; 5 are not enough until one of its pieces has been read.
-TEST_F(CaptureTest, AllPiecesGetASlotOrNone) {
-  Capture& capture = Begin(5, Capture::kSlotBytes - 1);
+// A segment has 3 pieces that take a slot each, and 3 that share one.
+TEST_F(CaptureTest, AllPiecesGetRoomOrNone) {
+  Capture& capture = Begin(3, Capture::kSlotBytes - 1);
   ReturnsAfter([&] { capture.PutAside(Of(0, 0, kSegment)); },
                [&] { Read(0, kMaster, 0, kPieceElements); });
   capture.Copied(Of(0, 0, kSegment));
-  // No slot is free until the save has read one of the copies as a whole.
-  ReturnsAfter([&] { capture.PutAside(Of(1, 0, 100)); },
-               [&] {
-                 Read(0, kMaster, kPieceElements, kSegment - kPieceElements);
-                 Read(0, kMoment0, 0, kPieceElements - 1);
-                 for (int i = 0; i < 1000; ++i) std::this_thread::yield();
-                 EXPECT_FALSE(capture.HasRead(1, 0, 100));
-                 Read(0, kMoment0, kPieceElements - 1, 1);
-                 Read(0, kMoment0, kPieceElements, kSegment - kPieceElements);
-               });
+  for (const StateSlot slot : {kMaster, kMoment0}) Read(0, slot, kSegment, kSegment);
+  // No slot is free until the save has read one of the large copies as a whole.
+  std::atomic<bool> has_room = false;
+  ReturnsAfter(
+      [&] {
+        capture.PutAside(Of(0, kSegment, kSegment));
+        has_room = true;
+      },
+      [&] {
+        Read(0, kMaster, kPieceElements, kSegment - kPieceElements);
+        Read(0, kMoment0, 0, kPieceElements - 1);
+        for (int i = 0; i < 1000; ++i) std::this_thread::yield();
+        EXPECT_FALSE(has_room);
+        Read(0, kMoment0, kPieceElements - 1, 1);
+      });
 }
 
 TEST_F(CaptureTest, WhatIsBeingReadIsWaitedFor) {
@@ -263,6 +276,81 @@ TEST_F(CaptureTest, ThePlanHasRoomForAll) {
     visit(1, 0, 100);
   });
   EXPECT_FALSE(capture.reads_state());
+}
+
+// 3 arrays of 128 elements each: 1.5 KiB a param, 42 params a slot.
+class CaptureOfSmallParams : public CaptureTest {
+ protected:
+  static constexpr uint32_t kParams = 1000;
+  static constexpr uint64_t kElements = 128;
+  CaptureOfSmallParams() : CaptureTest(std::vector<Spec>(kParams, Spec{OFFLOAD_BF16, kElements})) {}
+
+  static auto Of(uint32_t first, uint32_t count) {
+    return [=](Capture::Visit visit) {
+      for (uint32_t id = first; id < first + count; ++id) visit(id, 0, kElements);
+    };
+  }
+};
+
+TEST_F(CaptureOfSmallParams, TheyShareSlots) {
+  constexpr uint64_t kStateBytes = kParams * 3 * kElements * sizeof(float);
+  Capture& capture = Begin(kStateBytes / Capture::kSlotBytes + 2);
+  ASSERT_TRUE(capture.PutAside(Of(0, kParams)));
+  std::map<std::byte*, uint64_t> copies;
+  for (uint32_t id = 0; id < kParams; ++id)
+    for (const StateSlot slot : {kMaster, kMoment0, kMoment1})
+      capture.ForEachCopy(
+          id, slot, 0, kElements,
+          [&](uint64_t, uint64_t count, std::byte* copy, std::byte*) { copies[copy] += count; });
+  EXPECT_EQ(copies.size(), 3 * kParams);
+  ExpectApart(copies);
+  capture.Copied(Of(0, kParams));
+  EXPECT_FALSE(capture.reads_state());
+}
+
+TEST_F(CaptureOfSmallParams, ASlotIsFreeAgainWhenAllOfThemHaveBeenRead) {
+  Capture& capture = Begin(1);
+  capture.PutAside(Of(0, 42));
+  capture.Copied(Of(0, 42));
+  std::atomic<bool> has_room = false;
+  ReturnsAfter(
+      [&] {
+        capture.PutAside(Of(42, 42));
+        has_room = true;
+      },
+      [&] {
+        for (uint32_t id = 41; id > 0; --id) ReadAll(id, 0, kElements);
+        Read(0, kMaster, 0, kElements);
+        Read(0, kMoment0, 0, kElements);
+        for (int i = 0; i < 1000; ++i) std::this_thread::yield();
+        EXPECT_FALSE(has_room);
+        Read(0, kMoment1, 0, kElements);
+      });
+}
+
+// Twice their bytes, beside a slot for each array that the end of a chunk may cut.
+TEST_F(CaptureOfSmallParams, TheBufferIsBoundedByTheBytesOfTheState) {
+  constexpr uint64_t kStateBytes = kParams * 3 * kElements * sizeof(float);
+  const uint64_t cuts = 3 * (ChunksMost(shape_) + 1);
+  EXPECT_LE(Capture::BufferBytesMost(table_, shape_),
+            2 * kStateBytes + (cuts + 1) * Capture::kSlotBytes);
+}
+
+// Each order of reading leaves as much room as AwaitRoom has said.
+TEST_F(CaptureOfSmallParams, WithRoomForAllNobodyWaits) {
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    Random random(seed);
+    constexpr uint64_t kStateBytes = kParams * 3 * kElements * sizeof(float);
+    Capture& capture = Begin(2 * kStateBytes / Capture::kSlotBytes + 1);
+    ASSERT_TRUE(capture.AwaitRoom(0));
+    for (uint32_t id = 0, count = 0; id < kParams; id += count) {
+      count = 1 + static_cast<uint32_t>(random.Below(std::min(100u, kParams - id)));
+      capture.PutAside(Of(id, count));
+      capture.Copied(Of(id, count));
+      if (random.OneIn(2)) ReadAll(id + static_cast<uint32_t>(random.Below(count)), 0, kElements);
+    }
+    EXPECT_FALSE(capture.reads_state());
+  }
 }
 
 // Arrays of every width, and masters beside their params: a save reads them while steps overwrite

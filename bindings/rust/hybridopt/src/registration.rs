@@ -151,8 +151,8 @@ impl<'a> OptimizerBuilder<'a> {
     }
 
     /// Host memory to which a step copies state before it overwrites it, while a save has still to
-    /// read it; none by default: the step waits for the save. `u64::MAX`: a quarter of the host
-    /// memory that is free.
+    /// read it; none by default: the step waits for the save. `u64::MAX`: at most a
+    /// quarter of the host memory that is free, which the first save takes.
     pub fn save_buffer_bytes(mut self, bytes: u64) -> Self {
         self.options.save_buffer_bytes = bytes;
         self

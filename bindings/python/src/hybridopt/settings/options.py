@@ -210,8 +210,9 @@ class OffloadOptions(TypedDict, total=False):
             "auto",
             """host memory to which a step copies state before it overwrites it, while save_checkpoint() has still
             to read it; 0: the step waits for that. "auto": at most a quarter of the host memory that is free when
-            the optimizer makes its state, shared with the other ranks of the machine. No more is taken than all
-            state could use; plan().host_save_bytes says how much that is.""",
+            the optimizer makes its state, shared with the other ranks of the machine; the first save takes it, so
+            that an optimizer that never saves takes none. A number of bytes is taken with the state. No more is
+            taken than all state could use; plan().host_save_bytes says how much that is.""",
             expect(
                 lambda v: v == AUTO_BUFFER or is_whole(v, 0, ALL_BYTES),
                 f"a number of bytes, 0 for no buffer, or {AUTO_BUFFER!r}",
