@@ -69,11 +69,6 @@ Matrices::~Matrices() {
   if (lt_.handle != nullptr) (void)lt_.functions.destroy(lt_.handle);
 }
 
-void Matrices::LeaveToParent() {
-  products_.clear();
-  lt_.handle = nullptr;
-}
-
 uint64_t Matrices::WorkspaceBytes(const MatrixShape& shape) { return Parts(shape, nullptr).bytes; }
 
 Status Matrices::Open() {

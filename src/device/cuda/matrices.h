@@ -25,7 +25,6 @@ class Matrices {
   ~Matrices();  // to be called in a Scope
   Matrices(const Matrices&) = delete;
   Matrices& operator=(const Matrices&) = delete;
-  void LeaveToParent();  // in a child of fork: nothing may be destroyed
 
   static uint64_t WorkspaceBytes(const MatrixShape& shape);
   // Opens cuBLASLt. UNSUPPORTED, with the way out, if there is none.
