@@ -13,11 +13,9 @@ namespace {
 // 4,096 elements, and 1.2 times with 512. In a smaller part the call costs too much.
 constexpr uint64_t kNotedTogether = 512;
 
-// The old values of a part, and which of its elements have changed.
-struct Part {
-  alignas(64) std::byte before[kNotedTogether * sizeof(float)];
-  uint64_t bits[kNotedTogether / 64 + 1];  // FindChanges writes up to 8 bytes behind its words
-};
+// The number of elements whose bits are set together. An atomic operation waits for the stores
+// before it, which are those of the update.
+constexpr uint64_t kSetTogether = 8 * kNotedTogether;
 
 // Sets the bits of `bits` in the words of `noted`; the first bit is that of `noted`. The first and
 // the last word may hold bits that other threads set; the words between them do not.
@@ -37,6 +35,24 @@ void SetBits(const uint64_t* bits, uint64_t count, const NotedBits& noted) {
   }
 }
 
+// The old values of a part, and the bits of all parts that are set together.
+class Part {
+ public:
+  std::byte* before() { return before_; }
+  // Where FindChanges writes the bits of the part that begins at element `done`.
+  uint64_t* BitsAt(uint64_t done) { return bits_ + done % kSetTogether / 64; }
+  // To be called after FindChanges, with the end of the part and of all elements.
+  void Set(uint64_t end, uint64_t all, const NotedBits& noted) const {
+    if (end % kSetTogether != 0 && end != all) return;
+    const uint64_t begin = (end - 1) / kSetTogether * kSetTogether;
+    SetBits(bits_, end - begin, noted.From(begin));
+  }
+
+ private:
+  alignas(64) std::byte before_[kNotedTogether * sizeof(float)];
+  uint64_t bits_[kSetTogether / 64 + 1];  // FindChanges writes up to 8 bytes behind its words
+};
+
 }  // namespace
 
 void UpdateAndNote(const KernelTable& kernels, Rule rule, const SpanTypes& types,
@@ -52,10 +68,10 @@ void UpdateAndNote(const KernelTable& kernels, Rule rule, const SpanTypes& types
     UpdateSpan now = Advanced(span, types, done);
     now.count = std::min(span.count - done, kNotedTogether);
     const void* const from = beside ? now.param : now.master;
-    std::memcpy(part.before, from, now.count * (beside ? sizeof(uint16_t) : sizeof(float)));
+    std::memcpy(part.before(), from, now.count * (beside ? sizeof(uint16_t) : sizeof(float)));
     update(coefficients, now);
-    find_changes(part.before, from, now.count, part.bits);
-    SetBits(part.bits, now.count, noted.From(done));
+    find_changes(part.before(), from, now.count, part.BitsAt(done));
+    part.Set(done + now.count, span.count, noted);
   }
 }
 
@@ -67,10 +83,10 @@ void FollowAndNote(const KernelTable& kernels, int32_t dtype, const void* params
   Part part;
   for (uint64_t done = 0; done < count; done += kNotedTogether) {
     const uint64_t now = std::min(count - done, kNotedTogether);
-    std::memcpy(part.before, masters + done, now * sizeof(float));
+    std::memcpy(part.before(), masters + done, now * sizeof(float));
     follow(static_cast<const std::byte*>(params) + done * DtypeBytes(dtype), now, masters + done);
-    find_changes(part.before, masters + done, now, part.bits);
-    SetBits(part.bits, now, noted.From(done));
+    find_changes(part.before(), masters + done, now, part.BitsAt(done));
+    part.Set(done + now, count, noted);
   }
 }
 

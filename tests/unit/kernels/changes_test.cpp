@@ -24,9 +24,10 @@ std::vector<const KernelTable*> AllTables() {
 
 // Counts around a unit of every instruction set, around a word of bits, and around the elements
 // that are handled together.
-constexpr uint64_t kCounts[] = {1, 7, 15, 16, 33, 63, 64, 65, 127, 511, 512, 513, 1000, 2100};
+constexpr uint64_t kCounts[] = {1,   7,   15,  16,   33,   63,   64,   65,  127,
+                                511, 512, 513, 1000, 4095, 4096, 4097, 8300};
 constexpr uint64_t kFirstBits[] = {0, 1, 31, 63, 64, 100};
-constexpr uint64_t kWords = 40;
+constexpr uint64_t kWords = 140;
 
 // SGD without momentum over one param: master -= lr * grad.
 struct Update {
