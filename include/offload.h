@@ -937,8 +937,11 @@ OFFLOAD_API int32_t offload_optimizer_set_step_count(offload_optimizer_t optimiz
 enum offload_changes_flag {
   OFFLOAD_CHANGES_IN_TENSOR = 1, /* indices count in the whole tensor, row by row; without it in
                                     this rank's shard */
-  OFFLOAD_CHANGES_GAPS = 2       /* store each index as its distance from the one before it, the
+  OFFLOAD_CHANGES_GAPS = 2,      /* store each index as its distance from the one before it, the
                                     first one from 0, in as few bytes as the largest gap takes */
+  OFFLOAD_CHANGES_WIDE = 4       /* store each index in 8 bytes, as programs use them that index
+                                    with signed 64-bit numbers. It does not change which params are
+                                    dense */
 };
 
 typedef struct offload_changes_options {
@@ -958,7 +961,8 @@ typedef struct offload_change {
   uint32_t param;       /* its id */
   int32_t dense;        /* 1: send the whole param; there are no indices and values */
   int32_t dtype;        /* of the values: the param's, enum offload_dtype */
-  uint32_t index_bytes; /* of one index: 4 or 8; of one gap: 1, 2, 4 or 8. Unsigned */
+  uint32_t index_bytes; /* of one index: 4 or 8; of one gap: 1, 2, 4 or 8. Unsigned. 8 with
+                           OFFLOAD_CHANGES_WIDE */
   int32_t gaps;         /* 1: the indices are gaps. 0 also where OFFLOAD_CHANGES_GAPS was set, but
                            the shard's boxes are not in the order of the tensor */
   uint64_t count;       /* elements that may differ; if dense, all that the rank has */
@@ -987,10 +991,14 @@ typedef struct offload_changes {
  * write the params meanwhile. A take that is refused or fails clears nothing.
  * If options.buffer_bytes does not suffice, the status is INVALID_ARGUMENT, and of *out the library
  * writes `bytes`.
+ * Params on a device are read there, and only the changed elements are copied. While a take runs it
+ * uses up to 9 MB of device memory and as much pinned host memory, and 1 byte of host memory for
+ * each 256 elements.
  * Errors: INVALID_ARGUMENT (unknown param, or one twice; buffer is NULL or not aligned;
  * buffer_bytes: the text has the bytes needed; dense_above; stream), INVALID_STATE (before commit;
  * options.track_changes was 0; while work is queued, a save until its ticket completes; a param has
- * no address), UNSUPPORTED (unknown flag), OUT_OF_HOST_MEMORY, DEVICE_FAILED, POISONED. */
+ * no address), UNSUPPORTED (unknown flag), OUT_OF_HOST_MEMORY, OUT_OF_DEVICE_MEMORY, DEVICE_FAILED,
+ * POISONED. */
 OFFLOAD_API int32_t offload_optimizer_changes(offload_optimizer_t optimizer, const uint32_t* params,
                                               uint32_t param_count,
                                               const offload_changes_options_t* options,

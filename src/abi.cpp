@@ -9,12 +9,12 @@
 #include "base/function_ref.h"
 #include "checkpoint/format/checkpoint_info.h"
 #include "checkpoint/reader.h"
+#include "kernels/changes/content_hash.h"
 #include "machine/context.h"
 #include "optimizer/handle_table.h"
 #include "optimizer/optimizer.h"
 #include "runtime/thread_text.h"
 #include "stash/stash.h"
-#include "state_io/content_hash.h"
 
 namespace {
 

@@ -102,6 +102,12 @@ class ForwardingDevice : public Device {
   Status Update(StreamHandle stream, const UpdateLaunch& launch) override {
     return device_->Update(stream, launch);
   }
+  Status SurveyChanges(StreamHandle stream, const ChangeSurvey& launch) override {
+    return device_->SurveyChanges(stream, launch);
+  }
+  Status CollectChanges(StreamHandle stream, const ChangeCollection& launch) override {
+    return device_->CollectChanges(stream, launch);
+  }
   Status Run(StreamHandle stream, offload_stream_function_t function, void* user) override {
     return device_->Run(stream, function, user);
   }

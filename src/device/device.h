@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -11,6 +12,7 @@
 
 #include "base/status.h"
 #include "kernels/changes/changes.h"
+#include "kernels/changes/tiles.h"
 #include "kernels/kernels.h"
 
 namespace hybridopt {
@@ -59,6 +61,23 @@ struct NormLaunch {
   double grad_norm_max;
   Verdict* verdict;  // device address, written last; NULL: the launch makes only the sums
 };
+
+// Parts of params whose tiles a take of changes surveys, at device addresses. At most
+// kChangePartsMost; the array must not change until the launch has run.
+struct ChangeSurvey {
+  std::span<const ChangePart> parts;
+  ChangeTile* tiles;  // device address: all parts' tiles, in order
+};
+
+// The changed elements of parts, all of them with elements of the same size.
+struct ChangeCollection {
+  std::span<const ChangePart> parts;
+  const uint32_t* starts;  // device address: for each tile, how many elements come before it
+  uint16_t* offsets;       // device address: each changed element, counted in its tile
+  std::byte* values;       // device address: their values
+};
+
+inline constexpr size_t kChangePartsMost = 1024;
 
 // Device memory that has been taken and has no address yet.
 struct DevicePages {
@@ -176,6 +195,9 @@ class Device {
   virtual Status Norm(StreamHandle stream, const NormLaunch& launch) = 0;
   virtual Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) = 0;
   virtual Status Update(StreamHandle stream, const UpdateLaunch& launch) = 0;
+  // As SurveyTile and CollectTile.
+  virtual Status SurveyChanges(StreamHandle stream, const ChangeSurvey& launch) = 0;
+  virtual Status CollectChanges(StreamHandle stream, const ChangeCollection& launch) = 0;
   // The default of chunk_elements.
   virtual uint64_t default_chunk_elements() const { return uint64_t{1} << 20; }
   virtual Status Run(StreamHandle stream, offload_stream_function_t function, void* user) = 0;

@@ -91,6 +91,12 @@ class HostDevice final : public Device {
     return Unsupported("SetVerdict");
   }
   Status Update(StreamHandle, const UpdateLaunch&) override { return Unsupported("Update"); }
+  Status SurveyChanges(StreamHandle, const ChangeSurvey&) override {
+    return Unsupported("SurveyChanges");
+  }
+  Status CollectChanges(StreamHandle, const ChangeCollection&) override {
+    return Unsupported("CollectChanges");
+  }
   Status Run(StreamHandle stream, offload_stream_function_t function, void* user) override;
 
  private:

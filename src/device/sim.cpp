@@ -91,6 +91,12 @@ class SimDevice final : public Device {
   Status Update(StreamHandle stream, const UpdateLaunch& launch) override {
     return Queue(stream, sim::Update{launch}).status();
   }
+  Status SurveyChanges(StreamHandle stream, const ChangeSurvey& launch) override {
+    return Queue(stream, sim::SurveyChanges{launch}).status();
+  }
+  Status CollectChanges(StreamHandle stream, const ChangeCollection& launch) override {
+    return Queue(stream, sim::CollectChanges{launch}).status();
+  }
   Status Run(StreamHandle stream, offload_stream_function_t function, void* user) override;
 
  private:

@@ -201,6 +201,49 @@ Status SimExecutor::Apply(const sim::Update& update) const {
   return Status();
 }
 
+Result<ChangePart> SimExecutor::LocatePart(const ChangePart& part) const {
+  ChangePart located = part;
+  HYBRIDOPT_ASSIGN(located.elements, Locate("elements", part.elements, part.count,
+                                            part.element_bytes, part.element_bytes));
+  for (const uint64_t*& words : located.bits.words)
+    if (words != nullptr) {
+      HYBRIDOPT_ASSIGN(words, Locate("changes", words, NotedWords(part.count)));
+    }
+  return located;
+}
+
+Status SimExecutor::Apply(const sim::SurveyChanges& survey) const {
+  ChangeTile* next = survey.launch.tiles;
+  for (const ChangePart& part : survey.launch.parts) {
+    HYBRIDOPT_ASSIGN(const ChangePart located, LocatePart(part));
+    HYBRIDOPT_ASSIGN(ChangeTile* const tiles, Locate("tiles", next, part.tiles()));
+    for (uint64_t tile = 0; tile < part.tiles(); ++tile) tiles[tile] = SurveyTile(located, tile);
+    next += part.tiles();
+  }
+  return Status();
+}
+
+Status SimExecutor::Apply(const sim::CollectChanges& collect) const {
+  const ChangeCollection& launch = collect.launch;
+  const uint32_t* next = launch.starts;
+  for (const ChangePart& part : launch.parts) {
+    HYBRIDOPT_ASSIGN(const ChangePart located, LocatePart(part));
+    HYBRIDOPT_ASSIGN(const uint32_t* const starts, Locate("starts", next, part.tiles()));
+    for (uint64_t tile = 0; tile < part.tiles(); ++tile) {
+      const uint64_t count = SurveyTile(located, tile).count;
+      if (count == 0) continue;
+      const uint64_t start = starts[tile];
+      HYBRIDOPT_ASSIGN(uint16_t* const offsets, Locate("offsets", launch.offsets + start, count));
+      HYBRIDOPT_ASSIGN(void* const values,
+                       Locate("values", launch.values + start * part.element_bytes, count,
+                              part.element_bytes, part.element_bytes));
+      (void)CollectTile(located, tile, offsets, static_cast<std::byte*>(values));
+    }
+    next += part.tiles();
+  }
+  return Status();
+}
+
 Status SimExecutor::Apply(const sim::Run& run) const {
   run.function(run.user);
   return Status();

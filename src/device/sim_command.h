@@ -71,6 +71,14 @@ struct Update {
   static constexpr char kName[] = "Update";
   UpdateLaunch launch;
 };
+struct SurveyChanges {
+  static constexpr char kName[] = "SurveyChanges";
+  ChangeSurvey launch;
+};
+struct CollectChanges {
+  static constexpr char kName[] = "CollectChanges";
+  ChangeCollection launch;
+};
 struct Run {
   static constexpr char kName[] = "Run";
   offload_stream_function_t function;
@@ -93,7 +101,7 @@ struct WaitFlag {
 };
 
 using Command = std::variant<CopyToHost, CopyToDevice, Fill, FollowParams, Norm, SetVerdict, Update,
-                             Run, Record, WaitStream, WaitFlag>;
+                             SurveyChanges, CollectChanges, Run, Record, WaitStream, WaitFlag>;
 
 const char* NameOf(const Command& command);
 
@@ -134,6 +142,8 @@ class SimExecutor {
   Status Apply(const sim::Norm& norm) const;
   Status Apply(const sim::SetVerdict& set) const;
   Status Apply(const sim::Update& update) const;
+  Status Apply(const sim::SurveyChanges& survey) const;
+  Status Apply(const sim::CollectChanges& collect) const;
   Status Apply(const sim::Run& run) const;
   Status Apply(const sim::Record& record) const;
   Status Apply(const sim::WaitStream& wait, const std::atomic<bool>& abandoned) const;
@@ -147,6 +157,7 @@ class SimExecutor {
                             uint64_t count) const;
   Result<UpdateSpan> LocateSpan(const DeviceUpdate& update) const;
   Result<NotedBits> LocateNoted(const DeviceUpdate& update) const;
+  Result<ChangePart> LocatePart(const ChangePart& part) const;
 
   // One input of a norm, at addresses that host code can access.
   struct NormBlocks {

@@ -16,6 +16,7 @@
 #include "machine/ticket_numbers.h"
 #include "optimizer/committed.h"
 #include "state/param_table.h"
+#include "state_io/change_indices.h"
 #include "state_io/change_reader.h"
 #include "state_io/state_writer.h"
 
@@ -101,8 +102,14 @@ class Optimizer {
   Status CheckTracking() const;
   Result<std::vector<uint32_t>> ParamsToTake(std::span<const uint32_t> params) const;
   Status AwaitCaller(StreamHandle stream);
-  Status ReadChanges(const offload_changes_options_t& options,
-                     std::span<const ChangeIndexer> indexers);
+  Result<ChangeSource> SourceOfChanges(uint32_t id, const offload_changes_options_t& options,
+                                       const ChangeIndices& indices);
+  void LayOutChanges(std::span<const uint32_t> ids, const offload_changes_options_t& options,
+                     const ChangeReader& reader, std::span<ChangeIndices> indices,
+                     offload_changes_t& out);
+  Status CollectChanges(std::span<const uint32_t> ids, const offload_changes_options_t& options,
+                        ChangeReader& reader, std::span<const ChangeIndices> indices,
+                        offload_changes_t& out);
   Status CheckBuffer(const offload_changes_options_t& options, uint64_t bytes) const;
   void MarkRebound(std::span<const offload_binding_t> bindings);
   Result<StateSlot> FindSlot(uint32_t param, int32_t kind, Format master) const;

@@ -1,7 +1,10 @@
 // Optimizer's takes of changes (state_io/change_log.h): this file checks the calls, and lays out
 // the buffer of a take.
+#include <utility>
+
 #include "base/system.h"
 #include "optimizer/optimizer.h"
+#include "state_io/change_indices.h"
 #include "state_io/change_reader.h"
 
 namespace hybridopt {
@@ -10,7 +13,8 @@ namespace {
 constexpr uint64_t kBufferAlignment = 8;
 
 Status CheckOptions(const offload_changes_options_t& options) {
-  constexpr uint32_t kKnown = OFFLOAD_CHANGES_IN_TENSOR | OFFLOAD_CHANGES_GAPS;
+  constexpr uint32_t kKnown =
+      OFFLOAD_CHANGES_IN_TENSOR | OFFLOAD_CHANGES_GAPS | OFFLOAD_CHANGES_WIDE;
   if ((options.flags & ~kKnown) != 0)
     return Status::Error(OFFLOAD_UNSUPPORTED, "options.flags is 0x%x, known to this call is 0x%x",
                          options.flags, kKnown);
@@ -31,15 +35,13 @@ Status CheckOptions(const offload_changes_options_t& options) {
   return {};
 }
 
-// Whether the whole param is to be sent, instead of its changed elements.
-bool IsDense(const offload_changes_options_t& options, const Param& param,
-             const ChangedIndices& indices) {
+// Whether the whole param is to be sent, instead of its `count` changed elements.
+bool IsDense(const offload_changes_options_t& options, const Param& param, uint64_t count,
+             uint32_t index_bytes) {
   if (options.dense_above > 0)
-    return static_cast<double>(indices.count) >
-           options.dense_above * static_cast<double>(param.count);
+    return static_cast<double>(count) > options.dense_above * static_cast<double>(param.count);
   const uint64_t value_bytes = DtypeBytes(param.dtype);
-  return indices.count > 0 &&
-         indices.count * (indices.bytes + value_bytes) >= param.count * value_bytes;
+  return count > 0 && count * (index_bytes + value_bytes) >= param.count * value_bytes;
 }
 
 }  // namespace
@@ -95,63 +97,98 @@ Status Optimizer::Changes(std::span<const uint32_t> params,
                            "param '%.200s' has no address; call offload_optimizer_bind first",
                            table_.param(id).name.c_str());
   HYBRIDOPT_TRY(AwaitCaller(options.stream));
-  ChangeLog& log = *committed_->changes;
-  HYBRIDOPT_TRY(log.BringDown());
-  changes_.clear();
-  std::vector<ChangeIndexer> indexers;
+  std::vector<ChangeIndices> indices;
+  std::vector<ChangeSource> sources;
   for (uint32_t id : ids) {
-    HYBRIDOPT_TRY(log.MakePending(id));
+    indices.emplace_back(table_.param(id).shard, (options.flags & OFFLOAD_CHANGES_IN_TENSOR) != 0);
+    HYBRIDOPT_ASSIGN(sources.emplace_back(), SourceOfChanges(id, options, indices.back()));
+  }
+  ChangeReader reader(*context_, std::move(sources));
+  HYBRIDOPT_TRY(reader.Survey());
+  LayOutChanges(ids, options, reader, indices, out);
+  HYBRIDOPT_TRY(CheckBuffer(options, out.bytes));
+  return CollectChanges(ids, options, reader, indices, out);
+}
+
+// Bits that only the host can use are brought down first.
+Result<ChangeSource> Optimizer::SourceOfChanges(uint32_t id,
+                                                const offload_changes_options_t& options,
+                                                const ChangeIndices& indices) {
+  ChangeLog& log = *committed_->changes;
+  const Param& param = table_.param(id);
+  const ParamRange range = committed_->Locator().Params(id, 0, LocationOf(id));
+  ChangeSource source{range.data, range.on_device, param.count, DtypeBytes(param.dtype), nullptr, {}};
+  if (log.Whole(id)) return source;
+  const bool gaps = (options.flags & OFFLOAD_CHANGES_GAPS) != 0;
+  if (!range.on_device || indices.needs_bits(gaps)) HYBRIDOPT_TRY(log.BringDown(id));
+  if (range.on_device) source.device_bits = log.DeviceBits(id);
+  source.host_bits = log.HostBits(id);
+  return source;
+}
+
+// Fills changes_, and chooses how indices are stored.
+void Optimizer::LayOutChanges(std::span<const uint32_t> ids,
+                              const offload_changes_options_t& options, const ChangeReader& reader,
+                              std::span<ChangeIndices> indices, offload_changes_t& out) {
+  const ChangeLog& log = *committed_->changes;
+  const bool gaps = (options.flags & OFFLOAD_CHANGES_GAPS) != 0;
+  changes_.clear();
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const uint32_t id = ids[i];
     const Param& param = table_.param(id);
-    const ChangeIndexer& indexer = indexers.emplace_back(
-        param.shard, log.Pending(id), (options.flags & OFFLOAD_CHANGES_IN_TENSOR) != 0,
-        (options.flags & OFFLOAD_CHANGES_GAPS) != 0);
-    const ChangedIndices& indices = indexer.indices();
+    const ChangeFindings found = reader.Find(i);
+    indices[i].Choose(indices[i].needs_bits(gaps) && found.count > 0
+                          ? indices[i].Summary(log.HostBits(id), log.WordsOf(id))
+                          : found.elements,
+                      gaps);
     offload_change_t& change = changes_.emplace_back();
     change.struct_size = sizeof(change);
     change.param = id;
     change.dtype = param.dtype;
-    change.dense = param.count > 0 && (log.PendingWhole(id) || IsDense(options, param, indices));
-    change.count = change.dense != 0 ? param.count : indices.count;
-    if (change.dense != 0) continue;
-    change.index_bytes = indices.bytes;
-    change.gaps = indices.gaps;
-    change.indices_offset = out.bytes;
-    change.values_offset =
-        system::RoundUp(out.bytes + indices.count * indices.bytes, kBufferAlignment);
-    out.bytes = system::RoundUp(change.values_offset + indices.count * DtypeBytes(param.dtype),
-                                kBufferAlignment);
-  }
-  HYBRIDOPT_TRY(CheckBuffer(options, out.bytes));
-  HYBRIDOPT_TRY(ReadChanges(options, indexers));
-  std::vector<uint64_t> hashes;
-  for (const offload_change_t& change : changes_) hashes.push_back(change.hash);
-  out.take = log.Take(ids, hashes);
-  out.param_count = static_cast<uint32_t>(changes_.size());
-  out.params = changes_.data();
-  return {};
-}
-
-// Fills the caller's buffer and the hashes.
-Status Optimizer::ReadChanges(const offload_changes_options_t& options,
-                              std::span<const ChangeIndexer> indexers) {
-  HYBRIDOPT_ASSIGN(Transfer transfer, Transfer::Create(*context_, "a take of changes"));
-  const StateLocator locator = committed_->Locator();
-  ChangeReader reader(transfer, table_, locator);
-  const ChangeLog& log = *committed_->changes;
-  auto* const buffer = static_cast<std::byte*>(options.buffer);
-  for (size_t i = 0; i < changes_.size(); ++i) {
-    offload_change_t& change = changes_[i];
-    const bool sparse = change.dense == 0 && change.count > 0;
-    if (sparse) indexers[i].Write(buffer + change.indices_offset);
-    HYBRIDOPT_ASSIGN(change.hash,
-                     reader.Read(change.param, LocationOf(change.param),
-                                 sparse ? log.Pending(change.param) : std::span<const uint64_t>(),
-                                 sparse ? buffer + change.values_offset : nullptr));
-    if (const uint64_t* const base = log.base_hash(change.param); base != nullptr) {
+    change.dense = param.count > 0 && (log.Whole(id) || IsDense(options, param, found.count,
+                                                                indices[i].bytes()));
+    change.count = change.dense != 0 ? param.count : found.count;
+    change.hash = found.hash;
+    if (const uint64_t* const base = log.base_hash(id); base != nullptr) {
       change.base_hash = *base;
       change.has_base = 1;
     }
+    if (change.dense != 0) continue;
+    if ((options.flags & OFFLOAD_CHANGES_WIDE) != 0) indices[i].Widen();
+    change.index_bytes = indices[i].bytes();
+    change.gaps = indices[i].gaps();
+    change.indices_offset = out.bytes;
+    change.values_offset =
+        system::RoundUp(out.bytes + change.count * change.index_bytes, kBufferAlignment);
+    out.bytes = system::RoundUp(change.values_offset + change.count * DtypeBytes(param.dtype),
+                                kBufferAlignment);
   }
+}
+
+// Fills the caller's buffer, and records the take.
+Status Optimizer::CollectChanges(std::span<const uint32_t> ids,
+                                 const offload_changes_options_t& options, ChangeReader& reader,
+                                 std::span<const ChangeIndices> indices, offload_changes_t& out) {
+  ChangeLog& log = *committed_->changes;
+  auto* const buffer = static_cast<std::byte*>(options.buffer);
+  std::vector<ChangeTarget> targets(ids.size());
+  std::vector<uint64_t> hashes;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const offload_change_t& change = changes_[i];
+    hashes.push_back(change.hash);
+    if (change.dense != 0) {
+      // The bits of its elements do not come down with the elements.
+      if (!log.Whole(ids[i])) HYBRIDOPT_TRY(log.BringDown(ids[i]));
+      continue;
+    }
+    if (change.count == 0) continue;
+    targets[i] = {&indices[i], buffer + change.indices_offset, buffer + change.values_offset,
+                  log.DeviceBits(ids[i]) != nullptr ? log.AddPending(ids[i]) : nullptr};
+  }
+  HYBRIDOPT_TRY(reader.Collect(targets));
+  HYBRIDOPT_ASSIGN(out.take, log.Take(ids, hashes));
+  out.param_count = static_cast<uint32_t>(changes_.size());
+  out.params = changes_.data();
   return {};
 }
 

@@ -24,51 +24,78 @@ uint64_t ChangeLog::HostBytes(const StateShape& shape) {
 }
 
 Status ChangeLog::UseScratch(LaneScratch& scratch) {
-  HYBRIDOPT_TRY(BringDown());
+  HYBRIDOPT_TRY(BringDown(0, shape_.change_words));
   lanes_.UseScratch(scratch);
   return ClearDevice();
 }
 
 Status ChangeLog::ClearDevice() {
+  HYBRIDOPT_TRY(ClearDevice(0, shape_.change_words));
+  return AwaitDevice();
+}
+
+Status ChangeLog::ClearDevice(uint64_t first_word, uint64_t words) {
+  if (lanes_.device_changes == nullptr || words == 0) return {};
+  return lanes_.device().Fill(lanes_.compute, lanes_.device_changes + first_word, 2 * words,
+                              Pattern{sizeof(uint32_t)});
+}
+
+Status ChangeLog::AwaitDevice() {
   if (lanes_.device_changes == nullptr) return {};
-  HYBRIDOPT_TRY(lanes_.device().Fill(lanes_.compute, lanes_.device_changes, 2 * shape_.change_words,
-                                     Pattern{sizeof(uint32_t)}));
   HYBRIDOPT_TRY(lanes_.device().Record(lanes_.moved[0], lanes_.compute));
   return lanes_.Wait(lanes_.moved[0], "bits of changes being cleared");
 }
 
 // Bits are cleared only after they have been copied. After a failure in between they are set in
 // both places.
-Status ChangeLog::BringDown() {
-  if (lanes_.device_changes == nullptr) return {};
-  HYBRIDOPT_ASSIGN(Transfer transfer, Transfer::Create(context_, "a take of changes"));
+Status ChangeLog::BringDown(uint64_t first_word, uint64_t words) {
+  if (lanes_.device_changes == nullptr || words == 0) return {};
+  HYBRIDOPT_ASSIGN(Transfer transfer, Transfer::Create(context_, "bits of changes"));
   constexpr uint64_t kPieceWords = Transfer::kStagingBytes / sizeof(uint64_t);
   const auto* const brought = reinterpret_cast<const uint64_t*>(transfer.staging());
-  for (uint64_t done = 0; done < shape_.change_words;) {
-    const uint64_t now = std::min(shape_.change_words - done, kPieceWords);
-    HYBRIDOPT_TRY(transfer.CopyDown(transfer.staging(), lanes_.device_changes + done,
+  for (uint64_t done = 0; done < words;) {
+    const uint64_t now = std::min(words - done, kPieceWords);
+    HYBRIDOPT_TRY(transfer.CopyDown(transfer.staging(), lanes_.device_changes + first_word + done,
                                     now * sizeof(uint64_t)));
-    for (uint64_t i = 0; i < now; ++i) fresh_[done + i] |= brought[i];
+    uint64_t* const to = fresh_.data() + first_word + done;
+    for (uint64_t i = 0; i < now; ++i) to[i] |= brought[i];
     done += now;
   }
-  return ClearDevice();
+  for (uint32_t id = 0; id < params_.size(); ++id)
+    if (FirstWord(id) < first_word + words && FirstWord(id) + WordsOf(id) > first_word)
+      params_[id].noted = 1;
+  HYBRIDOPT_TRY(ClearDevice(first_word, words));
+  return AwaitDevice();
 }
 
 Status ChangeLog::MakePending(uint32_t id) {
-  Tracked& param = params_[id];
-  param.pending_whole = param.pending_whole || std::exchange(param.whole, false);
-  const uint64_t first = FirstBit(id) / 64;
+  if (std::exchange(params_[id].noted, uint8_t{0}) == 0) return {};
+  params_[id].has_pending = true;
+  const uint64_t first = FirstWord(id);
   return ShareWork(context_, WordsOf(id), sizeof(uint64_t), [&](uint64_t begin, uint64_t end) {
     for (uint64_t word = first + begin; word < first + end; ++word)
       pending_[word] |= std::exchange(fresh_[word], 0);
   });
 }
 
-uint64_t ChangeLog::Take(std::span<const uint32_t> ids, std::span<const uint64_t> hashes) {
+Result<uint64_t> ChangeLog::Take(std::span<const uint32_t> ids, std::span<const uint64_t> hashes) {
+  for (size_t i = 0; i < ids.size();) {
+    // Params that follow each other are cleared by one command.
+    const uint64_t first = FirstWord(ids[i]);
+    uint64_t end = first;
+    for (; i < ids.size() && FirstWord(ids[i]) == end; ++i) {
+      HYBRIDOPT_TRY(MakePending(ids[i]));
+      end += WordsOf(ids[i]);
+    }
+    HYBRIDOPT_TRY(ClearDevice(first, end - first));
+  }
+  HYBRIDOPT_TRY(AwaitDevice());
   takes_ += 1;
   for (size_t i = 0; i < ids.size(); ++i) {
-    params_[ids[i]].take = takes_;
-    params_[ids[i]].taken_hash = hashes[i];
+    Tracked& param = params_[ids[i]];
+    param.pending_whole = param.pending_whole || std::exchange(param.whole, false);
+    param.take = takes_;
+    param.taken_hash = hashes[i];
   }
   return takes_;
 }
@@ -83,8 +110,8 @@ Status ChangeLog::Acknowledge(uint64_t take) {
   for (uint32_t id = 0; id < params_.size(); ++id) {
     Tracked& param = params_[id];
     if (param.take != take) continue;
-    const uint64_t first = FirstBit(id) / 64;
-    std::fill_n(pending_.begin() + static_cast<int64_t>(first), WordsOf(id), 0);
+    if (std::exchange(param.has_pending, false))
+      std::fill_n(pending_.begin() + static_cast<int64_t>(FirstWord(id)), WordsOf(id), 0);
     param.take = 0;
     param.pending_whole = false;
     param.has_base = true;

@@ -3,23 +3,25 @@
 // one:
 //
 //   device   | fresh |                a bit for each element, set by updates on the device
-//              |  brought down by a take, and before the device memory is given up
+//              |  brought down before the device memory is given up, and for params on the host
 //   host     v fresh |                the same, set by the CPU workers
 //            | pending |              of takes that have not been acknowledged
 //
-// A take makes fresh bits pending, and an acknowledgement clears pending bits. Bits that become
-// fresh in between stay. A param may also be marked whole: then nothing is known about its
-// elements.
+// A take makes fresh bits pending: those on the device by the elements that have come down, and the
+// bits stay on the device. An acknowledgement clears pending bits. Bits that become fresh in between
+// stay. A param may also be marked whole: then nothing is known about its elements.
 //
 // Executors set bits on the timeline. Everything else is called by the caller's thread, or by the
 // timeline's work while no step runs.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <span>
 #include <vector>
 
 #include "kernels/changes/changes.h"
+#include "kernels/changes/tiles.h"
 #include "machine/lanes.h"
 #include "state/shape.h"
 
@@ -33,7 +35,10 @@ class ChangeLog {
 
   bool on() const { return shape_.options.tracks_changes; }
   // The bits of a param from its element 0 on; without words if changes are not tracked.
-  NotedBits OnHost(uint32_t id) const { return {host_words_, FirstBit(id)}; }
+  NotedBits OnHost(uint32_t id) const {
+    if (host_words_ != nullptr) MarkNoted(id);
+    return {host_words_, FirstBit(id)};
+  }
   NotedBits OnDevice(uint32_t id) const { return {lanes_.device_changes, FirstBit(id)}; }
 
   // Makes the lanes use other scratch memory, which may be none, and moves the device's bits there.
@@ -46,22 +51,39 @@ class ChangeLog {
     if (on()) params_[id].whole = true;
   }
 
-  // Copies all bits of the device to the host. To be called before the functions below.
-  Status BringDown();
-  // Makes the fresh bits of a param pending.
-  Status MakePending(uint32_t id);
-  bool PendingWhole(uint32_t id) const { return params_[id].pending_whole; }
-  std::span<const uint64_t> Pending(uint32_t id) const {
-    return std::span(pending_).subspan(FirstBit(id) / 64, WordsOf(id));
+  // Moves the fresh bits of a param from the device to the host.
+  Status BringDown(uint32_t id) { return BringDown(FirstWord(id), WordsOf(id)); }
+  // Whether a take must give all elements.
+  bool Whole(uint32_t id) const { return params_[id].whole || params_[id].pending_whole; }
+  // The fresh and pending bits on the host; no words where there is no bit.
+  ChangedBits HostBits(uint32_t id) const {
+    const uint64_t first = FirstWord(id);
+    return {{params_[id].has_pending ? pending_.data() + first : nullptr,
+             params_[id].noted != 0 ? fresh_.data() + first : nullptr}};
+  }
+  // The fresh bits on the device; NULL if there are none.
+  const uint64_t* DeviceBits(uint32_t id) const {
+    return lanes_.device_changes == nullptr ? nullptr : lanes_.device_changes + FirstWord(id);
+  }
+  uint64_t WordsOf(uint32_t id) const {
+    const uint64_t end = id + 1 < shape_.params.size() ? shape_.params[id + 1].first_change_word
+                                                       : shape_.change_words;
+    return end - FirstWord(id);
+  }
+  // The pending bits of a param, for a take that sets those of its elements.
+  uint64_t* AddPending(uint32_t id) {
+    params_[id].has_pending = true;
+    return pending_.data() + FirstWord(id);
   }
   // The hash of the param when its changes were last acknowledged; NULL: they never have been.
   const uint64_t* base_hash(uint32_t id) const {
     return params_[id].has_base ? &params_[id].base_hash : nullptr;
   }
 
-  // Records a take of the pending bits of these params, which have these hashes. Returns its
-  // number.
-  uint64_t Take(std::span<const uint32_t> ids, std::span<const uint64_t> hashes);
+  // Records a take of these params, which have these hashes: no bit of them is fresh any more.
+  // Before, the bits that are on the device must have been set in AddPending, or brought down;
+  // except those of whole params. Returns its number.
+  Result<uint64_t> Take(std::span<const uint32_t> ids, std::span<const uint64_t> hashes);
   // Clears the bits that were pending in that take. If a later take has named a param too, its bits
   // stay until that take is acknowledged. INVALID_ARGUMENT if there was no such take.
   Status Acknowledge(uint64_t take);
@@ -71,22 +93,30 @@ class ChangeLog {
     bool whole = true;
     bool pending_whole = false;
     bool has_base = false;
+    bool has_pending = false;  // if not, no bit is pending
+    uint8_t noted = 0;         // 0: no bit on the host is fresh; set by the workers
     uint64_t take = 0;  // the last one; 0: it has been acknowledged
     uint64_t taken_hash = 0;
     uint64_t base_hash = 0;
   };
 
-  uint64_t FirstBit(uint32_t id) const { return shape_.params[id].first_change_word * 64; }
-  uint64_t WordsOf(uint32_t id) const {
-    const uint64_t end = id + 1 < shape_.params.size() ? shape_.params[id + 1].first_change_word
-                                                       : shape_.change_words;
-    return end - shape_.params[id].first_change_word;
+  uint64_t FirstWord(uint32_t id) const { return shape_.params[id].first_change_word; }
+  uint64_t FirstBit(uint32_t id) const { return FirstWord(id) * 64; }
+  // A load comes first, so that the cache line can stay in every worker's cache.
+  void MarkNoted(uint32_t id) const {
+    const std::atomic_ref<uint8_t> noted(tracked_[id].noted);
+    if (noted.load(std::memory_order_relaxed) == 0) noted.store(1, std::memory_order_relaxed);
   }
+  Status BringDown(uint64_t first_word, uint64_t words);
+  Status ClearDevice(uint64_t first_word, uint64_t words);
+  Status AwaitDevice();
+  Status MakePending(uint32_t id);
 
   Context& context_;
   const StateShape& shape_;
   Lanes& lanes_;
   std::vector<Tracked> params_;
+  Tracked* const tracked_ = params_.data();  // for MarkNoted
   std::vector<uint64_t> fresh_;
   std::vector<uint64_t> pending_;
   uint64_t* host_words_ = nullptr;  // those of fresh_; NULL: changes are not tracked

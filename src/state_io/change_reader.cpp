@@ -1,123 +1,304 @@
 #include "state_io/change_reader.h"
 
 #include <algorithm>
-#include <atomic>
-#include <bit>
+#include <array>
 #include <cstring>
+#include <utility>
 
-#include "state_io/content_hash.h"
+#include "base/system.h"
+#include "kernels/changes/content_hash.h"
 #include "state_io/shared_work.h"
 
 namespace hybridopt {
 namespace {
 
-uint32_t BytesFor(uint64_t largest) {
-  if (largest <= UINT8_MAX) return 1;
-  if (largest <= UINT16_MAX) return 2;
-  return largest <= UINT32_MAX ? 4 : 8;
+constexpr uint64_t kTileBytes = kChangeTileElements * sizeof(uint16_t);  // about
+
+// Calls visit(tile, number) for each tile [begin, end) of ranges; `number` is its place in them.
+template <typename Visit>
+void ForEachTile(std::span<const TileRange> ranges, uint64_t begin, uint64_t end, Visit&& visit) {
+  uint64_t first = 0;  // the number of the range's first tile
+  for (const TileRange& range : ranges) {
+    const uint64_t last = std::min(first + range.tiles, end);
+    for (uint64_t number = std::max(first, begin); number < last; ++number)
+      visit(TileRange{range.param, range.first_tile + (number - first), 1}, number);
+    first += range.tiles;
+    if (first >= end) return;
+  }
 }
 
-// Appends to `values` the elements of a part of the param whose bits are set. Bit 0 is that of the
-// part's first element.
-std::byte* Collect(const std::byte* part, uint64_t element_bytes, std::span<const uint64_t> bits,
-                   std::byte* values) {
-  ForEachBit(bits, [&](uint64_t element) {
-    std::memcpy(values, part + element * element_bytes, element_bytes);
-    values += element_bytes;
-  });
-  return values;
+// The bytes of a slot that the values of a collection take; its offsets follow.
+uint64_t ValuesBytes(uint64_t elements, uint64_t element_bytes) {
+  return system::RoundUp(elements * element_bytes, sizeof(uint64_t));
+}
+
+uint64_t CollectedBytes(uint64_t elements, uint64_t element_bytes) {
+  return ValuesBytes(elements, element_bytes) + elements * sizeof(uint16_t);
 }
 
 }  // namespace
 
-ChangeIndexer::ChangeIndexer(const Shard& shard, std::span<const uint64_t> bits, bool in_tensor,
-                             bool gaps)
-    : bits_(bits) {
-  if (in_tensor && shard.partial()) AddStripes(shard, stripes_);
-  uint64_t last = 0, largest = 0, largest_gap = 0;
-  bool ascending = true;
-  ForEachIndex([&](uint64_t index) {
-    ascending = ascending && index >= last;
-    largest = std::max(largest, index);
-    largest_gap = std::max(largest_gap, index - last);
-    last = index;
-    indices_.count += 1;
-  });
-  indices_.gaps = gaps && ascending;
-  indices_.bytes = indices_.gaps ? BytesFor(largest_gap) : std::max(BytesFor(largest), 4u);
-}
-
-template <typename Visit>
-void ChangeIndexer::ForEachIndex(Visit&& visit) const {
-  if (stripes_.empty()) return ForEachBit(bits_, visit);
-  auto stripe = stripes_.begin();
-  ForEachBit(bits_, [&](uint64_t element) {
-    while (element >= stripe->begin + stripe->count) ++stripe;
-    const uint64_t column = stripe->column + (element - stripe->begin);
-    visit(stripe->first + column / stripe->row_length * stripe->row_stride +
-          column % stripe->row_length);
-  });
-}
-
-template <typename Index>
-void ChangeIndexer::WriteAs(std::byte* to) const {
-  uint64_t last = 0;
-  ForEachIndex([&](uint64_t index) {
-    const auto stored = static_cast<Index>(indices_.gaps ? index - last : index);
-    std::memcpy(to, &stored, sizeof(stored));
-    to += sizeof(stored);
-    last = index;
-  });
-}
-
-void ChangeIndexer::Write(std::byte* to) const {
-  switch (indices_.bytes) {
-    case 1:
-      return WriteAs<uint8_t>(to);
-    case 2:
-      return WriteAs<uint16_t>(to);
-    case 4:
-      return WriteAs<uint32_t>(to);
-    default:
-      return WriteAs<uint64_t>(to);
+ChangeReader::ChangeReader(Context& context, std::vector<ChangeSource> sources)
+    : context_(context), sources_(std::move(sources)) {
+  uint64_t tiles = 0;
+  for (const ChangeSource& source : sources_) {
+    first_tile_.push_back(tiles);
+    tiles += ChangeTiles(source.count);
   }
+  tiles_.resize(tiles);
 }
 
-Result<uint64_t> ChangeReader::Read(uint32_t id, const ParamLocation& location,
-                                    std::span<const uint64_t> bits, std::byte* values) {
-  const uint64_t element_bytes = DtypeBytes(table_.param(id).dtype);
-  const uint64_t bytes = table_.param(id).count * element_bytes;
-  if (bytes == 0) return HashOfParts(0, 0);
-  const ParamRange range = locator_.Params(id, 0, location);
-  if (!range.on_device) {
-    Collect(range.data, element_bytes, bits, values);
-    return HashOnHost(range.data, bytes);
-  }
-  constexpr uint64_t kPieceBytes = Transfer::kStagingBytes;
+Status ChangeReader::Survey() {
+  HYBRIDOPT_TRY(SurveyHost());
+  return ReadDevice(false);
+}
+
+ChangeFindings ChangeReader::Find(size_t param) const {
+  const ChangeSource& source = sources_[param];
+  ChangeFindings found;
+  uint64_t next = 0;  // 1 more than the last changed element
   uint64_t sum = 0;
-  for (uint64_t done = 0; done < bytes; done += kPieceBytes) {
-    const uint64_t now = std::min(bytes - done, kPieceBytes);
-    HYBRIDOPT_TRY(transfer_.CopyDown(transfer_.staging(), range.data + done, now));
-    sum += HashOfPart(transfer_.staging(), now, done / sizeof(uint64_t));
-    if (bits.empty()) continue;
-    const uint64_t first_word = done / element_bytes / 64;
-    const uint64_t words =
-        std::min<uint64_t>(bits.size() - first_word, kPieceBytes / element_bytes / 64);
-    values = Collect(transfer_.staging(), element_bytes, bits.subspan(first_word, words), values);
+  for (uint64_t i = 0; i < ChangeTiles(source.count); ++i) {
+    const ChangeTile& tile = tiles_[first_tile_[param] + i];
+    sum += tile.hash;
+    if (tile.count == 0) continue;
+    const uint64_t begin = i * kChangeTileElements;
+    const uint64_t before = next == 0 ? 0 : next - 1;
+    found.elements.largest_gap = std::max(
+        {found.elements.largest_gap, begin + tile.first - before, uint64_t{tile.largest_gap}});
+    found.elements.largest = begin + tile.last;
+    next = found.elements.largest + 1;
+    found.count += tile.count;
   }
-  return HashOfParts(sum, bytes);
+  found.hash = HashOfParts(sum, source.count * source.element_bytes);
+  return found;
 }
 
-Result<uint64_t> ChangeReader::HashOnHost(const std::byte* data, uint64_t bytes) const {
-  std::atomic<uint64_t> sum = 0;
-  const uint64_t words = (bytes + sizeof(uint64_t) - 1) / sizeof(uint64_t);
-  HYBRIDOPT_TRY(
-      ShareWork(transfer_.context(), words, sizeof(uint64_t), [&](uint64_t begin, uint64_t end) {
-        const uint64_t first = begin * sizeof(uint64_t);
-        const uint64_t last = std::min(end * sizeof(uint64_t), bytes);
-        sum += HashOfPart(data + first, last - first, begin);
-      }));
-  return HashOfParts(sum, bytes);
+Status ChangeReader::Collect(std::span<const ChangeTarget> targets) {
+  targets_ = targets;
+  SetPlaces();
+  HYBRIDOPT_TRY(CollectHost());
+  return ReadDevice(true);
+}
+
+void ChangeReader::SetPlaces() {
+  places_.resize(tiles_.size());
+  for (size_t param = 0; param < sources_.size(); ++param) {
+    Place place{};
+    for (uint64_t i = 0; i < ChangeTiles(sources_[param].count); ++i) {
+      const ChangeTile& tile = tiles_[first_tile_[param] + i];
+      places_[first_tile_[param] + i] = place;
+      place.position += tile.count;
+      if (tile.count > 0) place.before = i * kChangeTileElements + tile.last + 1;
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------ params on the host
+
+std::vector<TileRange> ChangeReader::RangesOnHost() const {
+  std::vector<TileRange> ranges;
+  for (uint32_t param = 0; param < sources_.size(); ++param)
+    if (!sources_[param].on_device && (targets_.empty() || targets_[param].indices != nullptr))
+      ranges.push_back({param, 0, ChangeTiles(sources_[param].count)});
+  return ranges;
+}
+
+ChangePart ChangeReader::PartOf(const TileRange& range) const {
+  const ChangeSource& source = sources_[range.param];
+  const uint64_t begin = range.first_tile * kChangeTileElements;
+  const uint64_t count = std::min(range.tiles * kChangeTileElements, source.count - begin);
+  return {source.data + begin * source.element_bytes, count, range.first_tile, source.element_bytes,
+          source.host_bits.From(range.first_tile * kChangeTileWords)};
+}
+
+Status ChangeReader::SurveyHost() {
+  const std::vector<TileRange> ranges = RangesOnHost();
+  uint64_t tiles = 0;
+  for (const TileRange& range : ranges) tiles += range.tiles;
+  return ShareWork(
+      context_, tiles, kTileBytes,
+      [&](uint64_t begin, uint64_t end) {
+        ForEachTile(ranges, begin, end, [&](const TileRange& tile, uint64_t) {
+          tiles_[NumberOf(tile)] = SurveyTile(PartOf(tile), 0);
+        });
+      },
+      1);
+}
+
+Status ChangeReader::CollectHost() {
+  const std::vector<TileRange> ranges = RangesOnHost();
+  uint64_t tiles = 0;
+  for (const TileRange& range : ranges) tiles += range.tiles;
+  return ShareWork(
+      context_, tiles, kTileBytes,
+      [&](uint64_t begin, uint64_t end) {
+        std::array<uint16_t, kChangeTileElements> offsets;
+        alignas(8) std::array<std::byte, kChangeTileElements * sizeof(uint32_t)> values;
+        ForEachTile(ranges, begin, end, [&](const TileRange& tile, uint64_t) {
+          if (tiles_[NumberOf(tile)].count == 0) return;
+          const uint32_t count = CollectTile(PartOf(tile), 0, offsets.data(), values.data());
+          WriteTile(tile, std::span(offsets).first(count), values.data());
+        });
+      },
+      1);
+}
+
+// Tiles have words of bits of their own, so workers may write different tiles at a time.
+void ChangeReader::WriteTile(const TileRange& tile, std::span<const uint16_t> offsets,
+                             const std::byte* values) const {
+  const ChangeTarget& target = targets_[tile.param];
+  const uint64_t element_bytes = sources_[tile.param].element_bytes;
+  const Place& place = places_[NumberOf(tile)];
+  target.indices->Write(tile.first_tile * kChangeTileElements, offsets, place.before,
+                        target.indices_at + place.position * target.indices->bytes());
+  std::memcpy(target.values_at + place.position * element_bytes, values,
+              offsets.size() * element_bytes);
+  if (target.pending == nullptr) return;
+  uint64_t* const words = target.pending + tile.first_tile * kChangeTileWords;
+  for (uint16_t offset : offsets) words[offset / 64] |= uint64_t{1} << (offset % 64);
+}
+
+// ---------------------------------------------------------------------------- params on the device
+
+Status ChangeReader::ReadDevice(bool collects) {
+  uint64_t all_tiles = 0;
+  bool host_bits = false;
+  for (const ChangeSource& source : sources_) {
+    if (!source.on_device) continue;
+    all_tiles += ChangeTiles(source.count);
+    host_bits = host_bits || source.host_bits.any();
+  }
+  if (all_tiles == 0) return {};
+  if (slots_.stream() == nullptr) {
+    HYBRIDOPT_ASSIGN(slots_, ChangeSlots::Create(context_, all_tiles, host_bits));
+  }
+  uint32_t turn = 0;
+  for (uint32_t param = 0; param < sources_.size(); ++param) {
+    const ChangeSource& source = sources_[param];
+    if (!source.on_device || (collects && targets_[param].indices == nullptr)) continue;
+    for (uint64_t i = 0; i < ChangeTiles(source.count); ++i) {
+      const TileRange tile{param, i, 1};
+      if (!HasRoom(slots_.slot(turn), tile, collects)) {
+        HYBRIDOPT_TRY(Queue(slots_.slot(turn), collects));
+        turn = (turn + 1) % ChangeSlots::kSlots;
+        HYBRIDOPT_TRY(Finish(slots_.slot(turn), collects));
+      }
+      Append(slots_.slot(turn), tile);
+    }
+  }
+  HYBRIDOPT_TRY(Queue(slots_.slot(turn), collects));
+  HYBRIDOPT_TRY(Finish(slots_.slot((turn + 1) % ChangeSlots::kSlots), collects));
+  return Finish(slots_.slot(turn), collects);
+}
+
+bool ChangeReader::HasRoom(const ChangeSlot& slot, const TileRange& tile, bool collects) const {
+  if (slot.tiles == 0) return true;
+  const uint64_t element_bytes = sources_[tile.param].element_bytes;
+  const bool begins_range = slot.ranges.back().param != tile.param;
+  if (slot.tiles == slots_.tiles_most() || (begins_range && slot.ranges.size() == kChangePartsMost))
+    return false;
+  if (!collects) return true;
+  const uint64_t elements = slot.elements + tiles_[NumberOf(tile)].count;
+  return slot.element_bytes == element_bytes &&
+         CollectedBytes(elements, element_bytes) <= slots_.down_bytes();
+}
+
+void ChangeReader::Append(ChangeSlot& slot, const TileRange& tile) const {
+  if (slot.tiles == 0 || slot.ranges.back().param != tile.param)
+    slot.ranges.push_back(tile);
+  else
+    slot.ranges.back().tiles += 1;
+  reinterpret_cast<uint32_t*>(slot.host)[slot.tiles] = static_cast<uint32_t>(slot.elements);
+  slot.tiles += 1;
+  slot.elements += tiles_[NumberOf(tile)].count;  // 0 in a survey
+  slot.element_bytes = sources_[tile.param].element_bytes;
+}
+
+Status ChangeReader::Queue(ChangeSlot& slot, bool collects) {
+  if (slot.tiles == 0 || (collects && slot.elements == 0)) return {};
+  HYBRIDOPT_TRY(SendBits(slot));
+  slot.queued = true;
+  return collects ? QueueCollection(slot) : QueueSurvey(slot);
+}
+
+// Sends the bits on the host of the slot's tiles, and makes the parts of the launch.
+Status ChangeReader::SendBits(ChangeSlot& slot) {
+  auto* const words = reinterpret_cast<uint64_t*>(slot.host + slots_.bits_offset());
+  const auto* const sent = reinterpret_cast<const uint64_t*>(slot.device + slots_.bits_offset());
+  bool sends = false;
+  uint64_t tiles = 0;
+  for (const TileRange& range : slot.ranges) {
+    const ChangeSource& source = sources_[range.param];
+    ChangePart& part = slot.parts.emplace_back(PartOf(range));
+    part.bits = ChangedBits{{source.device_bits, nullptr}}.From(range.first_tile * kChangeTileWords);
+    if (source.host_bits.any()) part.bits.words[1] = sent + tiles * kChangeTileWords;
+    sends = sends || source.host_bits.any();
+    tiles += range.tiles;
+  }
+  if (!sends) return {};
+  HYBRIDOPT_TRY(ShareWork(
+      context_, tiles, kChangeTileWords * sizeof(uint64_t),
+      [&](uint64_t begin, uint64_t end) {
+        ForEachTile(slot.ranges, begin, end, [&](const TileRange& tile, uint64_t number) {
+          const ChangePart part = PartOf(tile);
+          if (!part.bits.any()) return;
+          for (uint64_t word = 0; word < (part.count + 63) / 64; ++word)
+            words[number * kChangeTileWords + word] = part.bits.At(word);
+        });
+      },
+      1));
+  return slots_.CopyUp(slot, slots_.bits_offset(), tiles * kChangeTileWords * sizeof(uint64_t));
+}
+
+Status ChangeReader::QueueSurvey(const ChangeSlot& slot) {
+  auto* const tiles = reinterpret_cast<ChangeTile*>(slot.device + slots_.down_offset());
+  HYBRIDOPT_TRY(context_.device().SurveyChanges(slots_.stream(), {slot.parts, tiles}));
+  return slots_.CopyDown(slot, slots_.down_offset(), slot.tiles * sizeof(ChangeTile));
+}
+
+Status ChangeReader::QueueCollection(const ChangeSlot& slot) {
+  HYBRIDOPT_TRY(slots_.CopyUp(slot, 0, slot.tiles * sizeof(uint32_t)));
+  std::byte* const values = slot.device + slots_.down_offset();
+  auto* const offsets =
+      reinterpret_cast<uint16_t*>(values + ValuesBytes(slot.elements, slot.element_bytes));
+  HYBRIDOPT_TRY(context_.device().CollectChanges(
+      slots_.stream(),
+      {slot.parts, reinterpret_cast<const uint32_t*>(slot.device), offsets, values}));
+  return slots_.CopyDown(slot, slots_.down_offset(),
+                         CollectedBytes(slot.elements, slot.element_bytes));
+}
+
+Status ChangeReader::Finish(ChangeSlot& slot, bool collects) {
+  if (slot.queued) HYBRIDOPT_TRY(slots_.Await(slot));
+  const std::byte* const down = slot.host + slots_.down_offset();
+  if (slot.queued && !collects) {
+    const auto* const found = reinterpret_cast<const ChangeTile*>(down);
+    ForEachTile(slot.ranges, 0, slot.tiles, [&](const TileRange& tile, uint64_t number) {
+      tiles_[NumberOf(tile)] = found[number];
+    });
+  }
+  if (slot.queued && collects) {
+    const auto* const starts = reinterpret_cast<const uint32_t*>(slot.host);
+    const auto* const offsets =
+        reinterpret_cast<const uint16_t*>(down + ValuesBytes(slot.elements, slot.element_bytes));
+    HYBRIDOPT_TRY(ShareWork(
+        context_, slot.tiles, kTileBytes,
+        [&](uint64_t begin, uint64_t end) {
+          ForEachTile(slot.ranges, begin, end, [&](const TileRange& tile, uint64_t number) {
+            const uint64_t count = tiles_[NumberOf(tile)].count;
+            if (count == 0) return;
+            WriteTile(tile, std::span(offsets + starts[number], count),
+                      down + starts[number] * slot.element_bytes);
+          });
+        },
+        1));
+  }
+  slot.queued = false;
+  slot.ranges.clear();
+  slot.parts.clear();
+  slot.tiles = slot.elements = 0;
+  return {};
 }
 
 }  // namespace hybridopt

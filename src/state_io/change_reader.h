@@ -1,68 +1,90 @@
-// ChangeReader: reads one param for a take of changes, wherever the param is: the hash of the whole
-// param, and the indices and new values of its changed elements.
+// ChangeReader: reads params for a take of changes, wherever they are: first the hash of each param
+// and how many elements have changed, then these elements. A param on the device is read there, in
+// batches of tiles; a param on the host by the workers. So only changed elements cross the link.
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
 
-#include "base/shard.h"
-#include "place/state_locator.h"
-#include "state_io/transfer.h"
+#include "kernels/changes/tiles.h"
+#include "machine/context.h"
+#include "state_io/change_indices.h"
+#include "state_io/change_slots.h"
 
 namespace hybridopt {
 
-// Calls visit(element) for each bit that is set, in order.
-template <typename Visit>
-void ForEachBit(std::span<const uint64_t> words, Visit&& visit) {
-  for (uint64_t word = 0; word < words.size(); ++word)
-    for (uint64_t left = words[word]; left != 0; left &= left - 1)
-      visit(word * 64 + static_cast<uint64_t>(std::countr_zero(left)));
-}
-
-// The changed elements of a param, and how their indices are stored.
-struct ChangedIndices {
-  uint64_t count = 0;
-  uint32_t bytes = 4;  // of one index: 1, 2, 4 or 8
-  bool gaps = false;   // each is stored as its distance from the one before, the first from 0
+// A param to read.
+struct ChangeSource {
+  const std::byte* data;
+  bool on_device;
+  uint64_t count;
+  uint64_t element_bytes;
+  const uint64_t* device_bits;  // at a device address; NULL: there are none
+  ChangedBits host_bits;
 };
 
-class ChangeIndexer {
- public:
-  // Indices count in the shard, or in the whole tensor. `gaps` asks for gaps, which need ascending
-  // indices.
-  ChangeIndexer(const Shard& shard, std::span<const uint64_t> bits, bool in_tensor, bool gaps);
-  const ChangedIndices& indices() const { return indices_; }
-  void Write(std::byte* to) const;
+// Where the changed elements of a param are written to.
+struct ChangeTarget {
+  const ChangeIndices* indices = nullptr;  // NULL: the param is not read
+  std::byte* indices_at = nullptr;
+  std::byte* values_at = nullptr;
+  uint64_t* pending = nullptr;  // where the bits of elements on the device are set; NULL: nowhere
+};
 
- private:
-  template <typename Visit>
-  void ForEachIndex(Visit&& visit) const;
-  template <typename Index>
-  void WriteAs(std::byte* to) const;
-
-  std::vector<Stripe> stripes_;  // empty: an index is the element
-  std::span<const uint64_t> bits_;
-  ChangedIndices indices_;
+// What a survey has found about a param.
+struct ChangeFindings {
+  uint64_t hash = 0;
+  uint64_t count = 0;      // changed elements
+  IndexSummary elements;
 };
 
 class ChangeReader {
  public:
-  ChangeReader(Transfer& transfer, const ParamTable& table, const StateLocator& locator)
-      : transfer_(transfer), table_(table), locator_(locator) {}
+  ChangeReader(Context& context, std::vector<ChangeSource> sources);
 
-  // Returns the hash of the param, and writes the values of the elements whose bits are set.
-  Result<uint64_t> Read(uint32_t id, const ParamLocation& location, std::span<const uint64_t> bits,
-                        std::byte* values);
+  Status Survey();
+  ChangeFindings Find(size_t param) const;
+  // One target for each source. A take fails as a whole, but may then have written to targets.
+  Status Collect(std::span<const ChangeTarget> targets);
 
  private:
-  Result<uint64_t> HashOnHost(const std::byte* data, uint64_t bytes) const;
+  // The place of a tile's first changed element among those of its param, and the changed element
+  // before it, and 1 more.
+  struct Place {
+    uint64_t position;
+    uint64_t before;
+  };
 
-  Transfer& transfer_;
-  const ParamTable& table_;
-  const StateLocator& locator_;
+  std::vector<TileRange> RangesOnHost() const;
+  ChangePart PartOf(const TileRange& range) const;
+  uint64_t NumberOf(const TileRange& range) const {
+    return first_tile_[range.param] + range.first_tile;
+  }
+  Status SurveyHost();
+  Status CollectHost();
+  // Reads the params on the device in batches: `collects`: their elements.
+  Status ReadDevice(bool collects);
+  bool HasRoom(const ChangeSlot& slot, const TileRange& tile, bool collects) const;
+  void Append(ChangeSlot& slot, const TileRange& tile) const;
+  Status Queue(ChangeSlot& slot, bool collects);
+  Status SendBits(ChangeSlot& slot);
+  Status QueueSurvey(const ChangeSlot& slot);
+  Status QueueCollection(const ChangeSlot& slot);
+  // Waits for the batch of a slot, handles what has come down, and empties the slot.
+  Status Finish(ChangeSlot& slot, bool collects);
+  void WriteTile(const TileRange& tile, std::span<const uint16_t> offsets,
+                 const std::byte* values) const;
+  void SetPlaces();
+
+  Context& context_;
+  const std::vector<ChangeSource> sources_;
+  std::vector<uint64_t> first_tile_;  // of each source; tiles of all sources are numbered in order
+  std::vector<ChangeTile> tiles_;
+  std::vector<Place> places_;  // of each tile
+  std::span<const ChangeTarget> targets_;
+  ChangeSlots slots_;
 };
 
 }  // namespace hybridopt

@@ -11,7 +11,7 @@
 #include "../layouts.h"
 #include "../temporary_directory.h"
 #include "lifecycle_rig.h"
-#include "state_io/change_reader.h"
+#include "state_io/change_indices.h"
 
 namespace hybridopt {
 namespace {
@@ -269,7 +269,7 @@ TEST_P(ChangesTest, WrongCallsSayWhatIsWrong) {
   EXPECT_EQ(error_of(Take(rig, {1, 1}).status, OFFLOAD_INVALID_ARGUMENT),
             "params names id 1 ('param1') twice; name each param once");
   EXPECT_EQ(error_of(Take(rig, {}, 8).status, OFFLOAD_UNSUPPORTED),
-            "options.flags is 0x8, known to this call is 0x3");
+            "options.flags is 0x8, known to this call is 0x7");
   EXPECT_EQ(error_of(Take(rig, {}, 0, 1.5).status, OFFLOAD_INVALID_ARGUMENT),
             "options.dense_above is 1.5, expected a fraction from 0 to 1 (0 = dense where indices "
             "and values would take as many bytes as the whole param)");
@@ -386,7 +386,7 @@ TEST(ChangesOnTheHostTest, AStepThatFollowsParamsNotesWhatOtherCodeHasWritten) {
 
 // Indices in the whole tensor, for boxes that are not in the order of the tensor, and for a range
 // that begins inside of a box.
-TEST(ChangeIndexerTest, IndicesInTheTensorAreThoseOfTheShardsElements) {
+TEST(ChangeIndicesTest, IndicesInTheTensorAreThoseOfTheShardsElements) {
   Piece piece;
   piece.shape = {7, 30};
   piece.offsets = {4, 3, 0, 10};
@@ -404,13 +404,19 @@ TEST(ChangeIndexerTest, IndicesInTheTensorAreThoseOfTheShardsElements) {
     expected.push_back(static_cast<uint32_t>(GlobalIndices(piece)[element]));
     local.push_back(static_cast<uint32_t>(element));
   }
+  const std::vector<uint16_t> offsets(elements.begin(), elements.end());
   const auto written = [&](bool in_tensor, bool gaps) {
-    const ChangeIndexer indexer(shard, words, in_tensor, gaps);
-    EXPECT_EQ(indexer.indices().bytes, 4u);
-    EXPECT_FALSE(indexer.indices().gaps);  // the second box lies before the first
-    std::vector<uint32_t> indices(indexer.indices().count);
-    indexer.Write(reinterpret_cast<std::byte*>(indices.data()));
-    return indices;
+    ChangeIndices indices(shard, in_tensor);
+    EXPECT_EQ(indices.needs_bits(gaps), in_tensor && gaps);
+    if (in_tensor) indices.Choose(indices.Summary(ChangedBits{{words.data(), nullptr}}, 1), gaps);
+    EXPECT_EQ(indices.bytes(), 4u);
+    EXPECT_FALSE(indices.gaps());  // the second box lies before the first
+    std::vector<uint32_t> stored(offsets.size());
+    auto* const to = reinterpret_cast<std::byte*>(stored.data());
+    // In two parts, as from two tiles.
+    indices.Write(0, std::span(offsets).first(3), 0, to);
+    indices.Write(0, std::span(offsets).subspan(3), offsets[2] + 1u, to + 3 * sizeof(uint32_t));
+    return stored;
   };
   EXPECT_EQ(written(true, true), expected);
   EXPECT_EQ(written(true, false), expected);

@@ -359,6 +359,14 @@ class FaultyDevice final : public ForwardingDevice {
     HYBRIDOPT_TRY(plan_.Next("Fill"));
     return ForwardingDevice::Fill(stream, device, count, pattern);
   }
+  Status SurveyChanges(StreamHandle stream, const ChangeSurvey& launch) override {
+    HYBRIDOPT_TRY(plan_.Next("SurveyChanges"));
+    return ForwardingDevice::SurveyChanges(stream, launch);
+  }
+  Status CollectChanges(StreamHandle stream, const ChangeCollection& launch) override {
+    HYBRIDOPT_TRY(plan_.Next("CollectChanges"));
+    return ForwardingDevice::CollectChanges(stream, launch);
+  }
   Status FollowParams(StreamHandle stream, const void* params, int32_t dtype, uint64_t count,
                       float* masters) override {
     HYBRIDOPT_TRY(plan_.Next("FollowParams"));

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/function_ref.h"
 #include "base/system.h"
 #include "device/cuda/driver.h"
 #include "device/cuda/memory.h"
@@ -117,9 +118,12 @@ class CudaDevice final : public Device {
   Status Norm(StreamHandle stream, const NormLaunch& launch) override;
   Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) override;
   Status Update(StreamHandle stream, const UpdateLaunch& launch) override;
+  Status SurveyChanges(StreamHandle stream, const ChangeSurvey& launch) override;
+  Status CollectChanges(StreamHandle stream, const ChangeCollection& launch) override;
   Status Run(StreamHandle stream, offload_stream_function_t function, void* user) override;
 
  private:
+  using LaunchRows = FunctionRef<cudaError_t(const ChangeRow* rows, uint32_t count, uint32_t blocks)>;
   CudaDevice(const CudaOptions& options, const Driver& driver)
       : options_(options), driver_(driver), memory_(driver_, fault_, options.device_index) {}
 
@@ -137,6 +141,8 @@ class CudaDevice final : public Device {
   Status SumBlocks(StreamHandle stream, const NormLaunch& launch, size_t begin, size_t* end);
   Status UpdateSome(StreamHandle stream, const UpdateLaunch& launch, const UpdateKind& kind,
                     size_t begin, size_t* end);
+  Status ReadChanges(StreamHandle stream, std::span<const ChangePart> parts, const char* what,
+                     LaunchRows launch);
 
   const CudaOptions options_;
   const Driver driver_;
@@ -700,6 +706,47 @@ Status CudaDevice::UpdateSome(StreamHandle stream, const UpdateLaunch& launch,
       status = Check(LaunchUpdate(Of(stream), kind, static_cast<const UpdateRow*>(table.device),
                                   count, tiles, launch.verdict),
                      "update", stream);
+  }
+  const Status given_back = tables_->GiveBack(table, Of(stream));
+  return status.ok() ? given_back : status;
+}
+
+Status CudaDevice::SurveyChanges(StreamHandle stream, const ChangeSurvey& launch) {
+  return ReadChanges(stream, launch.parts, "survey of changes",
+                     [&](const ChangeRow* rows, uint32_t count, uint32_t blocks) {
+                       return LaunchSurveyChanges(Of(stream), rows, count, blocks, launch.tiles);
+                     });
+}
+
+Status CudaDevice::CollectChanges(StreamHandle stream, const ChangeCollection& launch) {
+  return ReadChanges(stream, launch.parts, "collection of changes",
+                     [&](const ChangeRow* rows, uint32_t count, uint32_t blocks) {
+                       return LaunchCollectChanges(Of(stream), rows, count, blocks,
+                                                   launch.parts[0].element_bytes, launch.starts,
+                                                   launch.offsets, launch.values);
+                     });
+}
+
+Status CudaDevice::ReadChanges(StreamHandle stream, std::span<const ChangePart> parts,
+                               const char* what, LaunchRows launch) {
+  static_assert(kChangePartsMost * sizeof(ChangeRow) <= Tables::kBytes);
+  HYBRIDOPT_CHECK(parts.size() <= kChangePartsMost);
+  const Scope scope = Enter();
+  HYBRIDOPT_ASSIGN(const Tables::Table table, tables_->Take(options_.timeout_ns));
+  auto* const rows = static_cast<ChangeRow*>(table.host);
+  uint32_t count = 0;
+  uint32_t blocks = 0;
+  for (const ChangePart& part : parts) {
+    if (part.count == 0) continue;
+    rows[count++] = {part, blocks, MultiplesOf(8, part.elements)};
+    blocks += static_cast<uint32_t>(part.tiles());
+  }
+  Status status;
+  if (count > 0) {
+    status = tables_->Send(table, count * sizeof(ChangeRow), Of(stream));
+    if (status.ok())
+      status = Check(launch(static_cast<const ChangeRow*>(table.device), count, blocks), what,
+                     stream);
   }
   const Status given_back = tables_->GiveBack(table, Of(stream));
   return status.ok() ? given_back : status;

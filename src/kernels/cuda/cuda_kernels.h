@@ -4,9 +4,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/changes/changes.h"
+#include "kernels/changes/tiles.h"
 #include "kernels/kernels.h"
 #include "kernels/matrix/matrix_update.h"
 
@@ -46,6 +48,13 @@ struct alignas(16) NormRow {
 // The number of thread blocks that sum a gradient.
 uint32_t NormGroups(uint64_t count, int32_t dtype);
 
+// One part of a survey or a collection of changes.
+struct alignas(16) ChangeRow {
+  ChangePart part;       // count > 0
+  uint32_t first_block;  // thread blocks of all rows before this one; each tile has one
+  uint32_t words;        // 1: elements is a multiple of 8 bytes
+};
+
 // How a launch makes the verdict from block sums. If a table is too long for one launch, several
 // launches share it; each passes its sum to the next launch in the verdict.
 struct NormTotal {
@@ -80,6 +89,13 @@ cudaError_t LaunchMomentum(cudaStream_t stream, const MatrixUpdate& update, bool
 // Divides the `count` elements of U, whose block sums these are, by its norm.
 cudaError_t LaunchDivide(cudaStream_t stream, const double* block_sums, uint64_t count, float eps,
                          const Verdict* verdict, MatrixScalars* scalars, uint16_t* u);
+
+// One thread block for each tile, of which there is at least one.
+cudaError_t LaunchSurveyChanges(cudaStream_t stream, const ChangeRow* rows, uint32_t row_count,
+                                uint32_t blocks, ChangeTile* tiles);
+cudaError_t LaunchCollectChanges(cudaStream_t stream, const ChangeRow* rows, uint32_t row_count,
+                                 uint32_t blocks, uint64_t element_bytes, const uint32_t* starts,
+                                 uint16_t* offsets, std::byte* values);
 
 // Loads all kernels into the current context. Otherwise a kernel would be loaded at its first
 // launch, which could wait for a stream that itself waits for that launch.

@@ -244,8 +244,9 @@ cudaError_t LaunchFollowParams(cudaStream_t stream, const void* params, int32_t 
   return cudaGetLastError();
 }
 
-cudaError_t LoadUpdateKernels();  // update.cu
-cudaError_t LoadMatrixKernels();  // matrix.cu
+cudaError_t LoadUpdateKernels();   // update.cu
+cudaError_t LoadMatrixKernels();   // matrix.cu
+cudaError_t LoadChangesKernels();  // changes.cu
 
 cudaError_t LoadKernels() {
   const void* const kernels[] = {
@@ -265,8 +266,11 @@ cudaError_t LoadKernels() {
     const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
     if (error != cudaSuccess) return error;
   }
-  const cudaError_t error = LoadUpdateKernels();
-  return error != cudaSuccess ? error : LoadMatrixKernels();
+  for (const auto load : {LoadUpdateKernels, LoadMatrixKernels, LoadChangesKernels}) {
+    const cudaError_t error = load();
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace hybridopt::cuda
