@@ -117,7 +117,8 @@ Result<ChangeSource> Optimizer::SourceOfChanges(uint32_t id,
   ChangeLog& log = *committed_->changes;
   const Param& param = table_.param(id);
   const ParamRange range = committed_->Locator().Params(id, 0, LocationOf(id));
-  ChangeSource source{range.data, range.on_device, param.count, DtypeBytes(param.dtype), nullptr, {}};
+  ChangeSource source{range.data, range.on_device, param.count, DtypeBytes(param.dtype), nullptr,
+                      {}};
   if (log.Whole(id)) return source;
   const bool gaps = (options.flags & OFFLOAD_CHANGES_GAPS) != 0;
   if (!range.on_device || indices.needs_bits(gaps)) HYBRIDOPT_TRY(log.BringDown(id));
@@ -145,8 +146,8 @@ void Optimizer::LayOutChanges(std::span<const uint32_t> ids,
     change.struct_size = sizeof(change);
     change.param = id;
     change.dtype = param.dtype;
-    change.dense = param.count > 0 && (log.Whole(id) || IsDense(options, param, found.count,
-                                                                indices[i].bytes()));
+    change.dense = param.count > 0 &&
+                   (log.Whole(id) || IsDense(options, param, found.count, indices[i].bytes()));
     change.count = change.dense != 0 ? param.count : found.count;
     change.hash = found.hash;
     if (const uint64_t* const base = log.base_hash(id); base != nullptr) {

@@ -24,9 +24,9 @@ uint64_t ChangeIndices::IndexOf(const Stripe& stripe, uint64_t element) const {
 }
 
 const Stripe* ChangeIndices::StripeOf(uint64_t element) const {
-  const auto next = std::upper_bound(
-      stripes_.begin(), stripes_.end(), element,
-      [](uint64_t wanted, const Stripe& stripe) { return wanted < stripe.begin; });
+  const auto next =
+      std::upper_bound(stripes_.begin(), stripes_.end(), element,
+                       [](uint64_t wanted, const Stripe& stripe) { return wanted < stripe.begin; });
   return &*(next - 1);
 }
 

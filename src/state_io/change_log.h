@@ -8,8 +8,8 @@
 //            | pending |              of takes that have not been acknowledged
 //
 // A take makes fresh bits pending: those on the device by the elements that have come down, and the
-// bits stay on the device. An acknowledgement clears pending bits. Bits that become fresh in between
-// stay. A param may also be marked whole: then nothing is known about its elements.
+// bits stay on the device. An acknowledgement clears pending bits. Bits that become fresh in
+// between stay. A param may also be marked whole: then nothing is known about its elements.
 //
 // Executors set bits on the timeline. Everything else is called by the caller's thread, or by the
 // timeline's work while no step runs.
@@ -95,7 +95,7 @@ class ChangeLog {
     bool has_base = false;
     bool has_pending = false;  // if not, no bit is pending
     uint8_t noted = 0;         // 0: no bit on the host is fresh; set by the workers
-    uint64_t take = 0;  // the last one; 0: it has been acknowledged
+    uint64_t take = 0;         // the last one; 0: it has been acknowledged
     uint64_t taken_hash = 0;
     uint64_t base_hash = 0;
   };

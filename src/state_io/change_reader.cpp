@@ -231,7 +231,8 @@ Status ChangeReader::SendBits(ChangeSlot& slot) {
   for (const TileRange& range : slot.ranges) {
     const ChangeSource& source = sources_[range.param];
     ChangePart& part = slot.parts.emplace_back(PartOf(range));
-    part.bits = ChangedBits{{source.device_bits, nullptr}}.From(range.first_tile * kChangeTileWords);
+    part.bits =
+        ChangedBits{{source.device_bits, nullptr}}.From(range.first_tile * kChangeTileWords);
     if (source.host_bits.any()) part.bits.words[1] = sent + tiles * kChangeTileWords;
     sends = sends || source.host_bits.any();
     tiles += range.tiles;

@@ -36,7 +36,7 @@ struct ChangeTarget {
 // What a survey has found about a param.
 struct ChangeFindings {
   uint64_t hash = 0;
-  uint64_t count = 0;      // changed elements
+  uint64_t count = 0;  // changed elements
   IndexSummary elements;
 };
 

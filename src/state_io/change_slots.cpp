@@ -9,8 +9,8 @@ namespace hybridopt {
 namespace {
 
 constexpr char kWaiter[] = "a take of changes";
-constexpr uint64_t kTilesMost = 2048;                       // their bits take 2 MiB
-constexpr uint64_t kDownBytesMost = uint64_t{2} << 20;      // of a slot
+constexpr uint64_t kTilesMost = 2048;                   // their bits take 2 MiB
+constexpr uint64_t kDownBytesMost = uint64_t{2} << 20;  // of a slot
 constexpr uint64_t kAlignment = 256;
 // A tile of which all elements have changed, with elements of 4 bytes.
 constexpr uint64_t kTileBytesMost = kChangeTileElements * (sizeof(uint32_t) + sizeof(uint16_t));

@@ -1,6 +1,6 @@
-// ChangeSlots: what a take of changes needs to read params on the device: a stream, and two slots of
-// memory, so that one batch of tiles is read while the workers handle the one before it. A slot has
-// the same layout in pinned host memory and in device memory:
+// ChangeSlots: what a take of changes needs to read params on the device: a stream, and two slots
+// of memory, so that one batch of tiles is read while the workers handle the one before it. A slot
+// has the same layout in pinned host memory and in device memory:
 //
 //   | starts of the tiles | bits that come from the host | what comes down |
 #pragma once

@@ -158,6 +158,34 @@ TEST_P(ChangesTest, AnAcknowledgementClearsWhatItsTakeHadAndNoMore) {
   EXPECT_EQ(Changed(rig), (Elements{2, 5}));
 }
 
+// A take that is refused gives nothing, so an acknowledgement of the take before it must not clear
+// what it would have given.
+TEST_P(ChangesTest, AnAcknowledgementDoesNotClearWhatARefusedTakeWouldHaveGiven) {
+  const Problem problem = TwoParams();
+  LifecycleRig rig(problem, Setting());
+  TakeAndAcknowledge(rig);
+  Step(rig, {1, 2000});
+  const Taken first = Take(rig);
+  Step(rig, {2, 2100});
+  EXPECT_EQ(Take(rig, {}, 0, 0, 8).status, OFFLOAD_INVALID_ARGUMENT);
+  Acknowledge(rig, first.take);
+  EXPECT_EQ(Changed(rig), (Elements{2, 2100}));
+}
+
+TEST_P(ChangesTest, WideIndicesTakeEightBytesAndChangeNothingElse) {
+  const Problem problem = TwoParams();
+  LifecycleRig rig(problem, Setting());
+  TakeAndAcknowledge(rig);
+  Step(rig, {5, 261, 2999});
+  const Taken narrow = Take(rig), wide = Take(rig, {}, OFFLOAD_CHANGES_WIDE);
+  EXPECT_EQ(wide.params[0].index_bytes, 8u);
+  EXPECT_EQ(wide.indices[0], narrow.indices[0]);
+  EXPECT_EQ(wide.values[0], narrow.values[0]);
+  const Taken gaps = Take(rig, {}, OFFLOAD_CHANGES_WIDE | OFFLOAD_CHANGES_GAPS);
+  EXPECT_EQ(gaps.params[0].index_bytes, 8u);
+  EXPECT_EQ(gaps.indices[0], (Elements{5, 256, 2738}));
+}
+
 TEST_P(ChangesTest, AStepThatIsSkippedAndElementsThatKeepTheirBitsAreNoChange) {
   const Problem problem = TwoParams();
   LifecycleRig rig(problem, Setting());
@@ -383,6 +411,88 @@ TEST(ChangesOnTheHostTest, AStepThatFollowsParamsNotesWhatOtherCodeHasWritten) {
   EXPECT_EQ(indices[0], 77u);
   EXPECT_EQ(indices[1], 1500u);
 }
+
+// Params of many tiles, in more batches than there are slots, with elements of 2 and of 4 bytes,
+// some of which all change: as many as a batch has room for, and more.
+class LargeTakeTest : public testing::TestWithParam<int32_t> {};
+
+TEST_P(LargeTakeTest, EveryChangedElementComesWithItsValue) {
+  constexpr uint64_t kCounts[] = {1'200'003, 20'000, 1, 8192, 100'001, 0};
+  Problem problem;
+  problem.algorithm = OFFLOAD_SGD;
+  auto group = Make<offload_group_t>();
+  group.lr = 1;
+  problem.groups = {group};
+  Random random(7);
+  StepInput input;
+  input.groups = problem.groups;
+  std::vector<std::vector<uint64_t>> changed;
+  for (uint64_t count : kCounts) {
+    const int32_t dtype = count == 20'000 || count == 1 ? OFFLOAD_FP32 : OFFLOAD_BF16;
+    problem.params.push_back({dtype, OFFLOAD_FP32, OFFLOAD_PLACE_AUTO, 0, count});
+    problem.initial.emplace_back(count * DtypeBytes(dtype));
+    input.grads.push_back(Bytes(count * 4));
+    changed.emplace_back();
+    for (uint64_t element = 0; element < count; ++element) {
+      PutElement(problem.initial.back(), dtype, element, BitsOf(dtype, 1));
+      // In the first param nearly all elements change, and a part of 20,000 does not.
+      const bool changes = count > 1'000'000 ? element / 20'000 != 3 && element % 100 != 0
+                                             : random.OneIn(50) || element == count - 1;
+      if (!changes) continue;
+      const auto grad = static_cast<float>(1 + random.Next() % 50);
+      PutElement(*input.grads.back(), OFFLOAD_FP32, element, BitsOf(OFFLOAD_FP32, grad));
+      changed.back().push_back(element);
+    }
+  }
+  LifecycleSetting setting;
+  setting.device_kind = GetParam();
+  setting.optimizer.device_fraction = GetParam() == OFFLOAD_DEVICE_HOST ? 0 : 0.6;
+  setting.track_changes = 1;
+  LifecycleRig rig(problem, setting);
+  auto options = Make<offload_changes_options_t>();
+  std::vector<uint64_t> buffer(1'000'000);
+  options.buffer = buffer.data();
+  options.buffer_bytes = buffer.size() * 8;
+  options.dense_above = 1;
+  auto changes = Make<offload_changes_t>();
+  const auto take = [&](uint32_t flags) {
+    options.flags = flags;
+    MUST(offload_optimizer_changes(rig.optimizer(), nullptr, 0, &options, &changes));
+  };
+  take(0);
+  MUST(offload_optimizer_acknowledge_changes(rig.optimizer(), changes.take));
+  rig.StepOnce(input);
+  // The second take gives again what the first has given; gaps of 20,000 need 2 bytes.
+  for (uint32_t flags : {0u, uint32_t{OFFLOAD_CHANGES_GAPS}}) {
+    take(flags);
+    EXPECT_EQ(changes.params[0].index_bytes, flags == 0 ? 4u : 2u);
+    const auto* const bytes = reinterpret_cast<const std::byte*>(buffer.data());
+    for (uint32_t i = 0; i < changes.param_count; ++i) {
+      const offload_change_t& change = changes.params[i];
+      const uint64_t element_bytes = DtypeBytes(change.dtype);
+      const Bytes now = rig.Read(rig.data[i], kCounts[i] * element_bytes);
+      uint64_t hash = 0;
+      MUST(offload_content_hash(now.data(), now.size(), &hash));
+      EXPECT_EQ(change.hash, hash) << i;
+      ASSERT_EQ(change.count, changed[i].size()) << i;
+      uint64_t index = 0;
+      for (uint64_t k = 0; k < change.count; ++k) {
+        uint64_t stored = 0;
+        std::memcpy(&stored, bytes + change.indices_offset + k * change.index_bytes,
+                    change.index_bytes);
+        index = flags == 0 ? stored : index + stored;
+        ASSERT_EQ(index, changed[i][k]) << i;
+        ASSERT_EQ(std::memcmp(bytes + change.values_offset + k * element_bytes,
+                              now.data() + index * element_bytes, element_bytes),
+                  0)
+            << i;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, LargeTakeTest, testing::ValuesIn(DevicesUnderTest()),
+                         [](const auto& info) { return std::string(DeviceText(info.param)); });
 
 // Indices in the whole tensor, for boxes that are not in the order of the tensor, and for a range
 // that begins inside of a box.

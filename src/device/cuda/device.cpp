@@ -123,7 +123,8 @@ class CudaDevice final : public Device {
   Status Run(StreamHandle stream, offload_stream_function_t function, void* user) override;
 
  private:
-  using LaunchRows = FunctionRef<cudaError_t(const ChangeRow* rows, uint32_t count, uint32_t blocks)>;
+  using LaunchRows =
+      FunctionRef<cudaError_t(const ChangeRow* rows, uint32_t count, uint32_t blocks)>;
   CudaDevice(const CudaOptions& options, const Driver& driver)
       : options_(options), driver_(driver), memory_(driver_, fault_, options.device_index) {}
 
@@ -745,8 +746,8 @@ Status CudaDevice::ReadChanges(StreamHandle stream, std::span<const ChangePart> 
   if (count > 0) {
     status = tables_->Send(table, count * sizeof(ChangeRow), Of(stream));
     if (status.ok())
-      status = Check(launch(static_cast<const ChangeRow*>(table.device), count, blocks), what,
-                     stream);
+      status =
+          Check(launch(static_cast<const ChangeRow*>(table.device), count, blocks), what, stream);
   }
   const Status given_back = tables_->GiveBack(table, Of(stream));
   return status.ok() ? given_back : status;

@@ -372,6 +372,7 @@ default_is_zero!(offload_state_view_t);
 
 pub const OFFLOAD_CHANGES_IN_TENSOR: u32 = 1;
 pub const OFFLOAD_CHANGES_GAPS: u32 = 2;
+pub const OFFLOAD_CHANGES_WIDE: u32 = 4;
 
 #[repr(C)]
 #[derive(Clone, Copy)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any
 
@@ -69,15 +70,22 @@ class Publishing(torch.optim.Optimizer):
 
 
 def _taken(engine: Engine, dense_above: float) -> WeightPatch:
-    options: dict[str, Any] = {"dense_above": dense_above, "stream": engine.stream()}
-    buffer = torch.empty(0, dtype=torch.int64)
-    taken = engine.handle.changes(**options)
+    options: dict[str, Any] = {
+        "dense_above": dense_above,
+        "stream": engine.stream(),
+        "flags": abi.OFFLOAD_CHANGES_WIDE,
+    }
+    # A take that is refused has read all params, so the first try has room for more than the last take. Memory that
+    # nobody writes costs nothing.
+    buffer = _Buffer(engine.change_bytes + engine.change_bytes // 2)
+    taken = engine.handle.changes(buffer.address, buffer.bytes, **options)
     if taken.take == 0:
-        buffer = torch.empty(taken.bytes // 8, dtype=torch.int64)
-        taken = engine.handle.changes(buffer.data_ptr(), taken.bytes, **options)
+        buffer = _Buffer(taken.bytes)
+        taken = engine.handle.changes(buffer.address, buffer.bytes, **options)
+    engine.change_bytes = taken.bytes
     changes = {}
     for slot, change in zip(engine.slots, taken.params[: taken.param_count]):
-        changes[slot.name] = _change_of(slot, change, buffer.view(torch.uint8))
+        changes[slot.name] = _change_of(slot, change, buffer)
     return WeightPatch(changes, functools.partial(_acknowledge, engine, taken.take))
 
 
@@ -88,7 +96,7 @@ def _acknowledge(engine: Engine, take: int) -> None:
 
 
 def _change_of(
-    slot: Slot, change: abi.offload_change_t, buffer: torch.Tensor
+    slot: Slot, change: abi.offload_change_t, buffer: _Buffer
 ) -> WeightChange:
     shape, base = tuple(slot.shape), change.base_hash if change.has_base else None
     shard = None
@@ -99,17 +107,23 @@ def _change_of(
         # The library hashes elements in the order of memory.
         found = change.hash if slot.row_major else hash_of(whole)
         return WeightChange(shape, None, whole, found, None, shard)
-    count = change.count
-    values = _array(buffer, change.values_offset, count, slot.dtype)
-    indices = _array(buffer, change.indices_offset, count, _INDEX_DTYPES[change.index_bytes])
-    indices = indices.to(torch.int64)
-    if change.index_bytes == 4:
-        indices &= 0xFFFFFFFF  # they are unsigned
-    return WeightChange(shape, indices, values.clone(), change.hash, base, shard)
+    indices = buffer.array(change.indices_offset, change.count, torch.int64)
+    values = buffer.array(change.values_offset, change.count, slot.dtype)
+    return WeightChange(shape, indices, values, change.hash, base, shard)
 
 
-_INDEX_DTYPES = {4: torch.int32, 8: torch.int64}
+class _Buffer:
+    """Memory for the indices and values of a take. Each array has a storage of its own, so that code that sends or
+    saves one does not send the memory of all others."""
 
+    def __init__(self, size: int) -> None:
+        self.bytes = size
+        self._memory = torch.empty(size, dtype=torch.uint8)
+        self.address = self._memory.data_ptr()
 
-def _array(buffer: torch.Tensor, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    return buffer[offset : offset + count * dtype.itemsize].view(dtype)
+    def array(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        if count == 0:
+            return torch.empty(0, dtype=dtype)
+        part = (ctypes.c_char * (count * dtype.itemsize)).from_address(self.address + offset)
+        part.memory = self._memory  # type: ignore[attr-defined]  # lives as long as the array
+        return torch.frombuffer(part, dtype=dtype)

@@ -485,6 +485,7 @@ pub fn table() -> Table {
     values!(table,
         OFFLOAD_CHANGES_IN_TENSOR,
         OFFLOAD_CHANGES_GAPS,
+        OFFLOAD_CHANGES_WIDE,
     );
     values!(table,
         OFFLOAD_SAVE_MASTERS_ONLY,

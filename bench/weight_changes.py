@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""What weight_changes() costs: the seconds of a take, and those of a step with and without track_changes.
+
+    HYBRIDOPT_LIBRARY=build/release/libhybridopt.so PYTHONPATH=bindings/python/src \\
+        python3 bench/weight_changes.py                                  # 2.67 G params in bf16, state on the GPU
+    ... python3 bench/weight_changes.py --fractions 0 0.5 1 --lr 1e-6    # and with state on the host
+    ... python3 bench/weight_changes.py --layers 1 --width 64 --device cpu   # shows that it runs
+
+Weights are those of a transformer's layers, drawn with a deviation of 0.02, and gradients are random, the same in every
+step. The learning rate decides how many bf16 numbers a step changes; the table has the share. A take is made after each
+step and acknowledged after it; `library` is the part of it that the library's own call takes. Medians; the first
+take, which has all params whole, and the first steps are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+
+import hybridopt
+from hybridopt import abi
+
+
+def seconds_of(call) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def model(layers: int, width: int, device: str) -> list[torch.nn.Parameter]:
+    shapes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    weights = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(layers) for shape in shapes)
+    params = [torch.nn.Parameter(weight * 0.02) for weight in weights]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return params
+
+
+def step(optimizer) -> None:
+    optimizer.step()
+    optimizer.synchronize()
+
+
+def steps_of(optimizer, count: int) -> float:
+    step(optimizer)
+    return statistics.median(seconds_of(lambda: step(optimizer)) for _ in range(count))
+
+
+class LibraryTime:
+    """The seconds that the library's own calls take in a take of changes."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._call = abi.Optimizer.changes
+
+    def __enter__(self) -> LibraryTime:
+        def timed(handle, *args, **options):
+            begin = time.perf_counter()
+            taken = self._call(handle, *args, **options)
+            self.seconds += time.perf_counter() - begin
+            return taken
+
+        abi.Optimizer.changes = timed
+        return self
+
+    def __exit__(self, *_) -> None:
+        abi.Optimizer.changes = self._call
+
+
+def takes_of(optimizer, count: int) -> tuple[float, float, float]:
+    """Seconds of a take, those of the library in it, and the share of elements that it has."""
+    optimizer.weight_changes().acknowledge()
+    takes, library, shares = [], [], []
+    for _ in range(count + 1):
+        step(optimizer)
+        patches = []
+        with LibraryTime() as inside:
+            takes.append(seconds_of(lambda: patches.append(optimizer.weight_changes())))
+        library.append(inside.seconds)
+        elements = sum(torch.Size(change.shape).numel() for _, change in patches[0])
+        shares.append(sum(change.values.numel() for _, change in patches[0]) / elements)
+        patches[0].acknowledge()
+    return statistics.median(takes[1:]), statistics.median(library[1:]), statistics.median(shares[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=34)
+    parser.add_argument("--width", type=int, default=2560)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.0], help="shares of the state on the host")
+    parser.add_argument("--state", choices=["fp32", "small"], default="fp32")
+    options = parser.parse_args()
+    small = {"master_layout": "split", "state_dtype": torch.bfloat16} if options.state == "small" else {}
+    params = model(options.layers, options.width, options.device)
+    print(f"{sum(param.numel() for param in params) / 1e9:.3f} G params, {options.state} state, medians of {options.steps}")
+    print("on the host   step ms   with track_changes   ratio   take ms   library ms   changed %")
+    for fraction in options.fractions:
+        seconds = []
+        for tracked in (False, True):
+            optimizer = hybridopt.AdamW(
+                params, lr=options.lr, offload_fraction=fraction, track_changes=tracked, **small
+            )
+            seconds.append(steps_of(optimizer, options.steps))
+            if tracked:
+                take, library, share = takes_of(optimizer, options.steps)
+            optimizer.close()
+        plain, noted = seconds
+        print(
+            f"{fraction:11.2f} {plain * 1e3:9.2f} {noted * 1e3:20.2f} {noted / plain:7.3f} "
+            f"{take * 1e3:9.2f} {library * 1e3:12.2f} {share * 100:11.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
