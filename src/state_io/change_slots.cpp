@@ -17,25 +17,34 @@ constexpr uint64_t kTileBytesMost = kChangeTileElements * (sizeof(uint32_t) + si
 
 }  // namespace
 
+// Where the device is full, smaller slots do too: batches are only shorter.
 Result<ChangeSlots> ChangeSlots::Create(Context& context, uint64_t tiles, bool host_bits) {
   Device& device = context.device();
   ChangeSlots made;
   made.context_ = &context;
-  made.tiles_most_ = std::min(tiles, kTilesMost);
-  made.starts_bytes_ = system::RoundUp(made.tiles_most_ * sizeof(uint32_t), kAlignment);
-  made.bits_bytes_ = host_bits ? made.tiles_most_ * kChangeTileWords * sizeof(uint64_t) : 0;
-  made.down_bytes_ = std::min(made.tiles_most_ * kTileBytesMost, kDownBytesMost);
-  const uint64_t slot_bytes = made.down_offset() + made.down_bytes_;
-  HYBRIDOPT_ASSIGN(made.pinned_, PinnedRoom::TakeAnyway(context, kSlots * slot_bytes));
+  made.SetSizes(std::min(tiles, kTilesMost), host_bits);
+  Result<void*> memory = device.Allocate(kSlots * made.slot_bytes());
+  while (memory.status().code() == OFFLOAD_OUT_OF_DEVICE_MEMORY && made.tiles_most_ > 1) {
+    made.SetSizes(made.tiles_most_ / 2, host_bits);
+    memory = device.Allocate(kSlots * made.slot_bytes());
+  }
+  HYBRIDOPT_ASSIGN(made.device_memory_, std::move(memory));
+  HYBRIDOPT_ASSIGN(made.pinned_, PinnedRoom::TakeAnyway(context, kSlots * made.slot_bytes()));
   HYBRIDOPT_ASSIGN(made.stream_, device.CreateStream("take of changes"));
-  HYBRIDOPT_ASSIGN(made.device_memory_, device.Allocate(kSlots * slot_bytes));
   for (uint32_t i = 0; i < kSlots; ++i) {
     ChangeSlot& slot = made.slots_[i];
-    slot.host = made.pinned_.data() + i * slot_bytes;
-    slot.device = static_cast<std::byte*>(made.device_memory_) + i * slot_bytes;
+    slot.host = made.pinned_.data() + i * made.slot_bytes();
+    slot.device = static_cast<std::byte*>(made.device_memory_) + i * made.slot_bytes();
     HYBRIDOPT_ASSIGN(slot.down, device.CreateEvent("changed elements copied"));
   }
   return made;
+}
+
+void ChangeSlots::SetSizes(uint64_t tiles, bool host_bits) {
+  tiles_most_ = tiles;
+  starts_bytes_ = system::RoundUp(tiles * sizeof(uint32_t), kAlignment);
+  bits_bytes_ = host_bits ? tiles * kChangeTileWords * sizeof(uint64_t) : 0;
+  down_bytes_ = std::min(tiles * kTileBytesMost, kDownBytesMost);
 }
 
 ChangeSlots::~ChangeSlots() {

@@ -37,9 +37,6 @@ struct ChangeSlot {
 
 class ChangeSlots {
  public:
-  // The most device memory, and the most pinned host memory, that a take needs.
-  static constexpr uint64_t kBytesMost = 2 * ((uint64_t{4} << 20) + 8192);
-
   ChangeSlots() = default;
   // For batches from `tiles` tiles; host_bits: some bits come from the host.
   static Result<ChangeSlots> Create(Context& context, uint64_t tiles, bool host_bits);
@@ -63,6 +60,9 @@ class ChangeSlots {
   Status Await(const ChangeSlot& slot) const;
 
  private:
+  void SetSizes(uint64_t tiles, bool host_bits);
+  uint64_t slot_bytes() const { return down_offset() + down_bytes_; }
+
   Context* context_ = nullptr;
   StreamHandle stream_ = nullptr;
   PinnedRoom pinned_;
