@@ -388,6 +388,44 @@ def test_a_second_backward_pass_and_gradients_of_gradients(both):
 
 
 
+def test_a_measured_pass_whose_save_is_cut_off_can_be_begun_again(monkeypatch):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+    model.x = torch.linspace(-1, 1, 64).reshape(4, 16)
+    other = copy.deepcopy(model)
+    stash = stash_of(fraction=1.0)
+    wrapping = stash.wrap(list(model))
+    loss = model(model.x).square().sum()
+    push, pushed = Transfers.push, []
+
+    def cut_off(transfers, block):
+        pushed.append(block.place)
+        if len(pushed) == 3:
+            raise KeyboardInterrupt
+        return push(transfers, block)
+
+    loss.backward()
+    with monkeypatch.context() as patched:
+        patched.setattr(Transfers, "push", cut_off)
+        stash.only()  # the next pass is measured
+        kept = model[0](model.x)
+        with pytest.raises(KeyboardInterrupt):
+            model[1](kept)
+    kept.sum().backward()
+    model.zero_grad()
+    results = [squares(model).detach() for _ in range(3)]
+    assert bits(results) == bits([squares(other).detach() for _ in range(3)])
+    assert bits(param.grad for param in model.parameters()) == bits(param.grad for param in other.parameters())
+    wrapping.remove()
+
+
+def squares(model, begin=contextlib.nullcontext):
+    """A forward and a backward pass."""
+    with begin():
+        loss = model(model.x).square().sum()
+    loss.backward()
+    return loss
+
+
 def trained(model, pack=None, unpack=None, passes=3, **options):
     """Trains a copy of the model, with a stash or with other hooks."""
     model = copy.deepcopy(model)

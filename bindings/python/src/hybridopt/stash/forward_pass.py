@@ -47,7 +47,7 @@ class ForwardPass:
         self._largest_bytes = 0 if choice is None else choice.largest_bytes
         self._uses = 0
         self._next: int | None = None  # the next block's index in the order of coming back
-        self.records: list[Record] = []
+        self._records: dict[int, Record] = {}  # by place; an exception may have cut off the save of one
         self.forward_end: Any = None
         self._last_use_end: Any = None  # a point of the clock
         self.is_open = True
@@ -78,8 +78,9 @@ class ForwardPass:
         self._on_device.add(block.bytes)
         choice = self._choice
         goes = choice is None or place >= len(choice.goes) or choice.goes[place]
+        record = Record(block, name, role, group)
         if self._clock is not None:
-            self.records.append(Record(block, name, role, group))
+            self._records[place] = record
         if goes and self._transfers.push(block):
             self._largest_bytes = max(self._largest_bytes, block.bytes)
             self._leaving.append(weakref.ref(block))
@@ -87,7 +88,7 @@ class ForwardPass:
             self._kept_bytes += block.bytes
         self._release(self._forward_limit_bytes())
         if self._clock is not None:
-            self.records[place].saved = begin, self._clock.now()
+            record.saved = begin, self._clock.now()
 
     def end_forward(self) -> None:
         self.is_open = False
@@ -138,8 +139,8 @@ class ForwardPass:
                 self._on_device.add(block.bytes)
             self._transfers.bring_back(block)
         self._uses += 1
-        if self._clock is not None:
-            record = self.records[block.place]
+        record = self._records.get(block.place)
+        if self._clock is not None and record is not None:
             record.is_held = block.storage is None and not block.origin.expired()
             record.used = begin, self._clock.now()
             self._last_use_end = record.used[1]
@@ -180,11 +181,17 @@ class ForwardPass:
         assert self._clock is not None
         return self._last_use_end is None or self._clock.has_passed(self._last_use_end)
 
+    @property
+    def is_measured_whole(self) -> bool:
+        """Whether no save was cut off, by Ctrl-C for example."""
+        records = self._records.values()
+        return len(records) == len(self._blocks) and all(record.saved is not None for record in records)
+
     def measured(self) -> tuple[list[Measured], float]:
         """All ranges, and the seconds of the forward pass, without waits that copies caused. If a range stays in
         this pass, the pass cannot tell whether other code holds the range; an earlier measurement has told that."""
         held = () if self._choice is None else self._choice.held
-        clock, records = self._clock, self.records
+        clock, records = self._clock, list(self._records.values())
         assert clock is not None and records and records[0].saved is not None
         points = [record.saved for record in records if record.saved is not None]
         begin = points[0][0]

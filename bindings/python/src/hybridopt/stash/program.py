@@ -61,8 +61,8 @@ class Program:
         if self.choice is not None and not measuring.has_ended_on_device:
             return  # the present choice is used until then
         self.measuring = None
-        if not measuring.was_used:
-            return  # a pass without gradients
+        if not measuring.was_used or not measuring.is_measured_whole:
+            return  # a pass without gradients, or one that an exception has cut off
         ranges, forward_seconds = measuring.measured()
         self.has_waited = self.measured == 0
         self.measured += 1
