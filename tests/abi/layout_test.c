@@ -489,6 +489,7 @@ static const pin_t pins[] = {
     VALUE(OFFLOAD_LOAD_NO_VERIFY, 4),
     VALUE(OFFLOAD_CHANGES_IN_TENSOR, 1),
     VALUE(OFFLOAD_CHANGES_GAPS, 2),
+    VALUE(OFFLOAD_CHANGES_WIDE, 4),
     VALUE(OFFLOAD_STASH_KEEP, 1),
     /* clang-format on */
 };

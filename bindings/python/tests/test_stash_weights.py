@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import itertools
+import threading
 import weakref
 
 import pytest
@@ -834,3 +835,31 @@ def test_a_forward_pass_over_offloaded_weights_names_reload(steps):
         each.step()
     wrapping.remove()
     assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_a_save_that_runs_has_read_weights_before_they_leave(tmp_path):
+    """The save is held up until the layers want to leave. fp32 params are saved from where they are."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+    optimizer = hybridopt.AdamW(model.named_parameters(), lr=1e-2)
+    layers = stash_of().wrap(list(model), weights=True)
+
+    def step():
+        model(torch.ones(4, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    layers.bring_back()
+    expected = bits(model.parameters())
+    may_end = threading.Event()
+    save = optimizer.save_checkpoint(tmp_path / "save", wait=False, progress=lambda done, total: may_end.wait(60))
+    threading.Timer(0.2, may_end.set).start()
+    model(torch.ones(4, 32))
+    assert save.done()
+    with pytest.raises(abi.InvalidStateError, match=AWAY):  # some have left
+        bits(model.parameters())
+    save.wait()
+    layers.bring_back()
+    other = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
+    hybridopt.AdamW(other.named_parameters(), lr=1e-2).load_checkpoint(tmp_path / "save")
+    assert bits(other.parameters()) == expected

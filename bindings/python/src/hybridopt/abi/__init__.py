@@ -30,6 +30,7 @@ from .handles import Context as Context
 from .handles import Handle as Handle
 from .handles import Optimizer as Optimizer
 from .handles import array_of as array_of
+from .handles import await_transfers as await_transfers
 from .handles import encoded as encoded
 from .library import abi_version as abi_version
 from .library import build_info as build_info

@@ -410,17 +410,26 @@ class Optimizer(Handle):
     def _hear(self) -> None:
         """Releases what ended saves and loads needed, even if nothing has waited for them. The library
         reports a failure only once, so this keeps it until wait() raises it."""
-        value = self.value
         for ticket in sorted(self._kept):
-            try:
-                self._call("offload_optimizer_wait", value, ticket, 0)
-            except TimedOutError:
-                continue
-            except HybridoptError as error:
-                if ticket in self._kept:  # no other thread has got this failure meanwhile
-                    error.__traceback__ = error.__context__ = None  # both refer to this optimizer
-                    self._failed[ticket] = error
-            self._kept.pop(ticket, None)
+            self._hear_of(ticket, 0)
+
+    def _hear_of(self, ticket: int, timeout_ns: int) -> None:
+        value = self.value
+        try:
+            self._wait_in_pieces("offload_optimizer_wait", timeout_ns, value, ticket)
+        except TimedOutError:
+            return
+        except HybridoptError as error:
+            if ticket in self._kept:  # no other thread has got this failure meanwhile
+                error.__traceback__ = error.__context__ = None  # both refer to this optimizer
+                self._failed[ticket] = error
+        self._kept.pop(ticket, None)
+
+    def _await_use(self, is_used: Callable[[Any], bool]) -> None:
+        """As await_transfers(), of this optimizer."""
+        for ticket, (_, keep) in sorted(self._kept.items()):
+            if any(map(is_used, keep or ())):
+                self._hear_of(ticket, -1)
 
     def _move(self, name: str, options: dict[str, Any]) -> int:
         """Queues a move. `params` (None: all) and `streams` are iterables."""
@@ -439,6 +448,14 @@ class Optimizer(Handle):
 # Optimizers with a save or load that may not have been waited for.
 _transferring: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_transferring.clear)  # these belong to the parent
+
+
+def await_transfers(is_used: Callable[[Any], bool]) -> None:
+    """Waits for the saves and loads, of any optimizer, for which is_used() is true of an object in their `keep`. To be
+    called before the memory behind such an object is freed. A failure is raised by a wait for the save or load itself."""
+    for optimizer in list(_transferring):
+        if not optimizer.closed:
+            optimizer._await_use(is_used)
 
 
 @atexit.register

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ..abi import await_transfers
 from ..abi.generated import OFFLOAD_STASH_KEEP
 from ..base.modes import refuse_capture
 from ..params.members import takes_part
@@ -91,6 +92,7 @@ class Weight:
             self._transfers.handle.release(self.ticket, self._user)
             self._is_leaving = False
         self._transfers.order(self._stream, self._user)
+        await_transfers(lambda storage: storage._cdata == self.storage._cdata)  # a save may still read the weights
         for name, param in self.params.items():
             note_away(param, name)
         self.storage.resize_(0)
