@@ -285,7 +285,8 @@ def save_model(options: argparse.Namespace, folder: str) -> str:
                          num_hidden_layers=options.layers, num_attention_heads=options.width // 128,
                          max_position_embeddings=options.context)  # fmt: skip
     torch.set_default_dtype(torch.bfloat16)
-    model = LlamaForCausalLM(config)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
     print(f"{sum(param.numel() for param in model.parameters()) / 1e9:.2f} G params", flush=True)
     return folder
