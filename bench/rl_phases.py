@@ -100,7 +100,7 @@ def verl_worker(options: argparse.Namespace, ours: dict | None) -> Worker:
     return Worker(
         engine.module,
         lambda: (engine.to(DEVICE, grad=False), wake()),
-        lambda: (engine.to("cpu", grad=False), sleep()),
+        lambda: (sleep(), engine.to("cpu", grad=False)),
         step,
     )
 
@@ -131,7 +131,7 @@ def skyrl_worker(options: argparse.Namespace, ours: dict | None) -> Worker:
     return Worker(
         model,
         lambda: (strategy.backload_to_gpu(model, optimizer), wake()),
-        lambda: (strategy.offload_to_cpu(model, optimizer), sleep()),
+        lambda: (sleep(), strategy.offload_to_cpu(model, optimizer)),
         step,
     )
 
