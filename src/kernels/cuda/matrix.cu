@@ -2,6 +2,7 @@
 // operations as newton_schulz.cpp, in the same order.
 #include "kernels/convert.h"
 #include "kernels/cuda/cuda_kernels.h"
+#include "kernels/cuda/ordered_sum.h"
 #include "kernels/cuda/piece.h"
 #include "kernels/cuda/tile_random.h"
 #include "kernels/matrix/matrix_update.h"
@@ -12,7 +13,6 @@ namespace {
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kQuad = 4;
 constexpr uint64_t kBlocksMax = 8192;
-constexpr uint32_t kSumTile = 1024;
 
 uint32_t BlocksOf(uint64_t threads) {
   const uint64_t blocks = (threads + kThreads - 1) / kThreads;
@@ -83,16 +83,7 @@ MomentumKernel MomentumKernelOf(int32_t grad_dtype, Format format, bool stochast
 __global__ void __launch_bounds__(kThreads)
     Divisor(const double* block_sums, uint64_t count, float eps, const Verdict* verdict,
             MatrixScalars* scalars) {
-  __shared__ double tile[kSumTile];
-  double sum = 0;
-  for (uint64_t begin = 0; begin < count; begin += kSumTile) {
-    const auto held = static_cast<uint32_t>(min(uint64_t{kSumTile}, count - begin));
-    for (uint32_t i = threadIdx.x; i < held; i += kThreads) tile[i] = block_sums[begin + i];
-    __syncthreads();
-    if (threadIdx.x == 0)
-      for (uint32_t i = 0; i < held; ++i) sum = __dadd_rn(sum, tile[i]);
-    __syncthreads();
-  }
+  const double sum = SumInOrder<kThreads>(block_sums, count);
   if (threadIdx.x != 0) return;
   scalars->divisor = DivisorOf(sum, eps);
   scalars->verdict = *verdict;

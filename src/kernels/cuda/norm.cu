@@ -3,6 +3,7 @@
 
 #include "kernels/convert.h"
 #include "kernels/cuda/cuda_kernels.h"
+#include "kernels/cuda/ordered_sum.h"
 #include "kernels/cuda/piece.h"
 
 namespace hybridopt::cuda {
@@ -12,7 +13,6 @@ namespace {
 // param.
 constexpr uint32_t kThreads = 64;
 constexpr uint32_t kTotalThreads = 128;
-constexpr uint32_t kTotalTile = 1024;
 constexpr uint32_t kSmallThreads = 256;
 constexpr uint64_t kSmallBlocksMax = 4096;
 constexpr uint32_t kWarp = 32;
@@ -111,19 +111,9 @@ __global__ void __launch_bounds__(kThreads)
 // One thread block per param adds the param's block sums in order. It stores the result in place of
 // the param's first block sum.
 __global__ void ParamSums(const NormRow* __restrict__ rows, double* block_sums) {
-  __shared__ double tile[kTotalTile];
   const NormRow& row = rows[blockIdx.x];
   double* const sums = block_sums + row.first_block;
-  const uint64_t count = NormBlocks(row.count);
-  double sum = 0;
-  for (uint64_t begin = 0; begin < count; begin += kTotalTile) {
-    const auto held = static_cast<uint32_t>(min(uint64_t{kTotalTile}, count - begin));
-    for (uint32_t i = threadIdx.x; i < held; i += kTotalThreads) tile[i] = sums[begin + i];
-    __syncthreads();
-    if (threadIdx.x == 0)
-      for (uint32_t i = 0; i < held; ++i) sum = __dadd_rn(sum, tile[i]);
-    __syncthreads();
-  }
+  const double sum = SumInOrder<kTotalThreads>(sums, NormBlocks(row.count));
   if (threadIdx.x == 0) sums[0] = sum;
 }
 
