@@ -112,36 +112,32 @@ ChangePart ChangeReader::PartOf(const TileRange& range) const {
           source.host_bits.From(range.first_tile * kChangeTileWords)};
 }
 
-Status ChangeReader::SurveyHost() {
+// The workers share the tiles.
+Status ChangeReader::ForEachTileOnHost(FunctionRef<void(const TileRange&)> visit) const {
   const std::vector<TileRange> ranges = RangesOnHost();
   uint64_t tiles = 0;
   for (const TileRange& range : ranges) tiles += range.tiles;
   return ShareWork(
       context_, tiles, kTileBytes,
       [&](uint64_t begin, uint64_t end) {
-        ForEachTile(ranges, begin, end, [&](const TileRange& tile, uint64_t) {
-          tiles_[NumberOf(tile)] = SurveyTile(PartOf(tile), 0);
-        });
+        ForEachTile(ranges, begin, end, [&](const TileRange& tile, uint64_t) { visit(tile); });
       },
       1);
 }
 
+Status ChangeReader::SurveyHost() {
+  return ForEachTileOnHost(
+      [this](const TileRange& tile) { tiles_[NumberOf(tile)] = SurveyTile(PartOf(tile), 0); });
+}
+
 Status ChangeReader::CollectHost() {
-  const std::vector<TileRange> ranges = RangesOnHost();
-  uint64_t tiles = 0;
-  for (const TileRange& range : ranges) tiles += range.tiles;
-  return ShareWork(
-      context_, tiles, kTileBytes,
-      [&](uint64_t begin, uint64_t end) {
-        std::array<uint16_t, kChangeTileElements> offsets;
-        alignas(8) std::array<std::byte, kChangeTileElements * sizeof(uint32_t)> values;
-        ForEachTile(ranges, begin, end, [&](const TileRange& tile, uint64_t) {
-          if (tiles_[NumberOf(tile)].count == 0) return;
-          const uint32_t count = CollectTile(PartOf(tile), 0, offsets.data(), values.data());
-          WriteTile(tile, std::span(offsets).first(count), values.data());
-        });
-      },
-      1);
+  return ForEachTileOnHost([this](const TileRange& tile) {
+    if (tiles_[NumberOf(tile)].count == 0) return;
+    std::array<uint16_t, kChangeTileElements> offsets;
+    alignas(8) std::array<std::byte, kChangeTileElements * sizeof(uint32_t)> values;
+    const uint32_t count = CollectTile(PartOf(tile), 0, offsets.data(), values.data());
+    WriteTile(tile, std::span(offsets).first(count), values.data());
+  });
 }
 
 // Tiles have words of bits of their own, so workers may write different tiles at a time.

@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "base/function_ref.h"
 #include "kernels/changes/tiles.h"
 #include "machine/context.h"
 #include "state_io/change_indices.h"
@@ -62,6 +63,7 @@ class ChangeReader {
   uint64_t NumberOf(const TileRange& range) const {
     return first_tile_[range.param] + range.first_tile;
   }
+  Status ForEachTileOnHost(FunctionRef<void(const TileRange&)> visit) const;
   Status SurveyHost();
   Status CollectHost();
   // Reads the params on the device in batches: `collects`: their elements.

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "base/check.h"
+#include "base/system.h"
 #include "kernels/cuda/cuda_kernels.h"
 
 namespace hybridopt::cuda {
@@ -15,10 +16,6 @@ constexpr uint64_t kAlignment = 256;
 constexpr uint64_t kLibraryBytes = uint64_t{8} << 20;
 // How many algorithms cuBLASLt is asked for. The best ones may split sums.
 constexpr int kAlgorithmsAsked = 32;
-
-constexpr uint64_t Aligned(uint64_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
 
 // The parts of a workspace; `bytes` is the offset of its end.
 struct Parts {
@@ -45,7 +42,7 @@ struct Parts {
  private:
   void* Take(uint64_t part_bytes) {
     void* const part = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(base_) + bytes);
-    bytes += Aligned(part_bytes);
+    bytes += system::RoundUp(part_bytes, kAlignment);
     return part;
   }
   void* const base_;

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "base/check.h"
+#include "base/system.h"
 #include "kernels/matrix/product.h"
 #include "kernels/stochastic_rounding.h"
 
@@ -42,7 +43,7 @@ struct Layout {
   uint64_t Take(uint64_t part_bytes) {
     constexpr uint64_t kLine = 64;
     const uint64_t at = bytes;
-    bytes += PartsOf(part_bytes, kLine) * kLine;
+    bytes += system::RoundUp(part_bytes, kLine);
     return at;
   }
 };
