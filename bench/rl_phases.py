@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.machinery
+import importlib
 import importlib.util
 import json
 import os
@@ -31,14 +31,16 @@ import sys
 import tempfile
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 
-FRAMEWORKS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "FRAMEWORKS.md"
+# Helpers of the tests of these frameworks.
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "bindings/python/tests/integrations"))
+from skyrl_on_cpu import STRATEGY, patched  # noqa: E402
+from verl_on_cpu import leave_out  # noqa: E402
+
 LEFT_OUT = ("datasets", "pandas", "ray", "ray.util", "ray.util.collective", "ray.actor", "ray.util.placement_group",
             "ray.util.scheduling_strategies", "ray.experimental", "ray.experimental.state", "fastapi", "uvicorn",
             "ray.experimental.state.api", "flash_attn", "flash_attn.bert_padding", "tyro", "vllm")  # fmt: skip
@@ -56,21 +58,18 @@ class Worker:
     step: Callable[[torch.Tensor], Any]
 
 
-def leave_out() -> None:
+def leave_out_what_is_missing() -> None:
     """Replaces packages that workers import but do not use here."""
     packages = {name.partition(".")[0] for name in LEFT_OUT}
     missing = {name for name in packages if name == "ray" or importlib.util.find_spec(name) is None}
-    for name in LEFT_OUT:
-        if name.partition(".")[0] in missing:
-            spec = importlib.machinery.ModuleSpec(name, None)
-            sys.modules.setdefault(name, mock.MagicMock(__spec__=spec, __path__=[], __version__="2.0"))
+    leave_out(*(name for name in LEFT_OUT if name.partition(".")[0] in missing))
 
 
 # --------------------------------------------------------------------------------------- workers --
 
 
 def verl_worker(options: argparse.Namespace, ours: dict | None) -> Worker:
-    leave_out()
+    leave_out_what_is_missing()
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -106,11 +105,12 @@ def verl_worker(options: argparse.Namespace, ours: dict | None) -> Worker:
 
 
 def skyrl_worker(options: argparse.Namespace, ours: dict | None) -> Worker:
-    leave_out()
+    leave_out_what_is_missing()
     from skyrl.train.config import FSDPConfig, ModelConfig, OptimizerConfig
     from transformers import AutoConfig, LlamaForCausalLM
 
-    strategy = skyrl_module(ours).FSDPStrategy(
+    module = importlib.import_module(STRATEGY) if ours is None else patched(ours)
+    strategy = module.FSDPStrategy(
         FSDPConfig(cpu_offload=False),
         OptimizerConfig(lr=1e-5, max_grad_norm=1.0, offload_after_step=True, num_warmup_steps=2, scheduler="cosine"),
         ModelConfig(),
@@ -134,25 +134,6 @@ def skyrl_worker(options: argparse.Namespace, ours: dict | None) -> Worker:
         lambda: (sleep(), strategy.offload_to_cpu(model, optimizer)),
         step,
     )
-
-
-def skyrl_module(ours: dict | None) -> types.ModuleType:
-    """SkyRL's own module; for our optimizer with the line that docs/FRAMEWORKS.md shows."""
-    spec = importlib.util.find_spec("skyrl.backends.skyrl_train.distributed.fsdp_strategy")
-    source = pathlib.Path(spec.origin).read_text()
-    module = importlib.util.module_from_spec(spec)
-    if ours is not None:
-        import hybridopt
-
-        text = FRAMEWORKS.read_text().partition("\n## SkyRL\n")[2]
-        removed, added = (re.search(rf"^[{sign}] +(.*)$", text, re.MULTILINE)[1] for sign in "-+")
-        for old, new in ((removed, added), ("lr=optim_config.lr,", f"lr=optim_config.lr, **{ours},")):
-            if source.count(old) != 1:
-                raise SystemExit(f"{spec.origin} has {old!r} {source.count(old)} times; docs/FRAMEWORKS.md expects it once")
-            source = source.replace(old, new)
-        module.hybridopt = hybridopt
-    exec(compile(source, spec.origin, "exec"), module.__dict__)
-    return module
 
 
 def memory_saver_worker(options: argparse.Namespace, ours: dict | None) -> Worker:

@@ -2,10 +2,7 @@
 and checkpoints are its own. The test computes the loss by itself."""
 
 import contextlib
-import importlib.util
 import os
-import pathlib
-import re
 from unittest import mock
 
 import pytest
@@ -16,10 +13,7 @@ import hybridopt
 import ranks
 from copying import Copying
 from models import bits
-from skyrl_on_cpu import importable
-
-STRATEGY = "skyrl.backends.skyrl_train.distributed.fsdp_strategy"
-FRAMEWORKS = pathlib.Path(__file__).parents[4] / "docs" / "FRAMEWORKS.md"
+from skyrl_on_cpu import importable, patched
 
 
 class Phases(Copying):
@@ -48,21 +42,6 @@ def without_gpu():
         ),
     ):
         yield
-
-
-def patched(options):
-    """SkyRL's module with the lines that docs/FRAMEWORKS.md shows, and with options in addition to lr=."""
-    spec = importlib.util.find_spec(STRATEGY)
-    source = pathlib.Path(spec.origin).read_text()
-    text = FRAMEWORKS.read_text().partition("\n## SkyRL\n")[2]
-    removed, added = (re.search(rf"^[{sign}] +(.*)$", text, re.MULTILINE)[1] for sign in "-+")
-    for old, new in ((removed, added), ("lr=optim_config.lr,", f"lr=optim_config.lr, **{options},")):
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    module = importlib.util.module_from_spec(spec)
-    module.hybridopt = hybridopt
-    exec(compile(source, spec.origin, "exec"), module.__dict__)
-    return module
 
 
 def made(is_offloading, options):
