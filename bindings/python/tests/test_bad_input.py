@@ -2,6 +2,7 @@
 
 import math
 import copy
+import functools
 import gc
 import os
 import pickle
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 
 import hybridopt
 from hybridopt import abi
+from hybridopt.settings.options import DEFAULT_OPTIONS, ROWS
 from models import PAIRS, VALUES, bits, clone, perceptron, run, set_gradients, state_bits, told
 
 
@@ -956,6 +958,58 @@ def test_what_is_no_number_is_refused_by_the_setters(value):
     with pytest.raises(ValueError, match=f"Invalid offload_fraction: {value!r}, expected 0.0"):
         optimizer.set_offload_fraction(value)
     assert optimizer.max_grad_norm == 2.0 and optimizer.plan().offload_fraction == 1.0
+
+
+class Mine(hybridopt.AdamW):
+    """What users derive."""
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+@pytest.mark.parametrize("kind", [hybridopt.AdamW, hybridopt.SGD, Mine])
+def test_an_option_that_is_assigned_is_refused_or_takes_effect(kind, name):
+    optimizer = kind([Parameter(torch.ones(2))], lr=0.1)
+    if name == "max_grad_norm":
+        optimizer.max_grad_norm = 2.0
+        assert optimizer._options["max_grad_norm"] == 2.0
+        return
+    ways_out = {"offload_fraction": "call optimizer.set_offload_fraction()", "overlap": "call optimizer.overlap()"}
+    way_out = re.escape(ways_out.get(name, "give it to the constructor"))
+    before = dict(vars(optimizer))
+    with pytest.raises(AttributeError, match=rf"^{kind.__name__}\.{name} = .* would have no effect.*; {way_out}$"):
+        setattr(optimizer, name, DEFAULT_OPTIONS[name])
+    assert vars(optimizer) == before
+
+
+def test_other_attributes_may_be_assigned():
+    param = Parameter(torch.ones(2))
+    optimizer = Mine([param], lr=1.0)
+    overlap = optimizer.overlap
+    optimizer.overlap = functools.wraps(overlap)(lambda model: overlap(model))  # a wrapper
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)  # wraps step()
+    optimizer.some_name, optimizer._step_count, optimizer._step_supports_amp_scaling = 1, 5, False
+    run(optimizer, [param], [1])
+    scheduler.step()
+    copied = pickle.loads(pickle.dumps(Mine([Parameter(torch.ones(2))], threads=1)))
+    assert (optimizer.some_name, optimizer._step_count, optimizer._step_supports_amp_scaling) == (1, 5, False)
+    assert optimizer.last_step().step == 1 and copied._options["threads"] == 1
+
+
+class WithPin(hybridopt.AdamW):
+    """A class that gives a name of an option a meaning of its own."""
+
+    @property
+    def pin(self):
+        return self._pin
+
+    @pin.setter
+    def pin(self, pin):
+        self._pin = pin
+
+
+def test_a_property_of_a_subclass_may_have_the_name_of_an_option():
+    optimizer = WithPin([Parameter(torch.ones(2))])
+    optimizer.pin = "mine"
+    assert optimizer.pin == "mine"
 
 
 @pytest.mark.parametrize("option", ["process_group", "replica_group"])

@@ -1,6 +1,7 @@
 """What goes to the host: the choice, which needs no tensors to be tested; names and roles; tables; bad input."""
 
 import functools
+import inspect
 import os
 import pathlib
 import re
@@ -516,3 +517,14 @@ def test_the_example_in_the_docs_runs(capsys):
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "ActivationStash(" in block)
     exec(compile(code, "docs/PYTORCH.md", "exec"), {})
     assert re.search(r"\d+ of \d+ bytes wait on the host", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(inspect.signature(hybridopt.ActivationStash).parameters) - {"fraction"})
+)
+def test_an_argument_that_is_assigned_is_refused(name):
+    stash = hybridopt.ActivationStash(1 << 22, device="cpu", pin=False)
+    with pytest.raises(AttributeError, match=rf"^ActivationStash\.{name} = 7 would have no effect, .*; give it to the constr"):
+        setattr(stash, name, 7)
+    stash.fraction, stash.another = 0.5, 7
+    assert stash.fraction == 0.5 and stash.another == 7

@@ -3,9 +3,10 @@ mistake, although Python accepts them as numbers."""
 
 from __future__ import annotations
 
+import inspect
 import numbers
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 
@@ -60,3 +61,17 @@ def check_word(option: str, value: Any, words: Collection[str]) -> None:
     if not isinstance(value, str) or value not in words:
         *others, last = map(repr, words)
         raise ValueError(f"Invalid {option}: {shown(value)}, expected {', '.join(others)} or {last}")
+
+
+def refuse_assignment(owner: object, name: str, value: Any, ways_out: Mapping[str, str]) -> None:
+    """Refuses an argument of the constructor that is assigned to the object, unless its class has a property of this
+    name. A caller may assign a wrapper of a method. `ways_out` tells by name what to do instead."""
+    if name not in ways_out:
+        return
+    declared = getattr(type(owner), name, None)
+    if hasattr(declared, "__set__") or (inspect.isroutine(declared) and inspect.isroutine(value)):
+        return
+    raise AttributeError(
+        f"{type(owner).__name__}.{name} = {shown(value)} would have no effect, because {name} is read by the "
+        f"constructor; {ways_out[name]}"
+    )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import abi
+from ..base.checks import refuse_assignment
 from ..base.modes import in_no_mode, refuse_capture
 from ..base.owned_hooks import Removal
 from ..engine import making, moves
@@ -29,7 +30,7 @@ from ..params.tensors import set_gradient
 from ..ranks import local_ranks
 from ..settings import placement
 from ..settings.groups import check_group, check_values, refuse_fsdp1_in
-from ..settings.options import DEFAULT_OPTIONS, ROWS, OffloadOptions, checked
+from ..settings.options import DEFAULT_OPTIONS, ROWS, WAYS_OUT, OffloadOptions, checked
 from ..settings.placement import Leftover, Placement
 from ..state.entries import State
 from ..steps.history import History
@@ -86,6 +87,10 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         self._engines = Engines(self._history)
         if self._options["overlap"] is not None:
             self._overlap = Overlap(self, self._options["overlap"])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_assignment(self, name, value, WAYS_OUT)
+        super().__setattr__(name, value)
 
     @in_no_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -394,6 +394,9 @@ def refuse_in_group(index: int, group: dict[str, Any]) -> None:
     )
 
 
+WAYS_OUT = {name: row.changed_by for name, row in ROWS.items()}
+
+
 def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
     """The options of an optimizer of that class, completed by the defaults. Refuses unknown options."""
     for name in options:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..abi.errors import HybridoptError
 from ..abi.stash import Stash
-from ..base.checks import check_switch, shown
+from ..base.checks import check_switch, refuse_assignment, shown
 from ..base.modes import refuse_capture
 from ..base.units import readable
 from ..traps.away import keepers
@@ -37,6 +37,12 @@ from .table import Table
 from .weights import Weights
 
 MIN_BYTES = 1 << 20
+
+# Arguments of the constructor that hold as long as the stash.
+_WAYS_OUT = dict.fromkeys(
+    ("budget", "keep_last", "min_bytes", "slab_bytes", "window_bytes", "model", "device", "pin"),
+    "give it to the constructor of a new stash",
+)
 
 
 class Thread(threading.local):
@@ -177,6 +183,10 @@ class ActivationStash:
         self._group = 0
         self._blocks: weakref.WeakValueDictionary[tuple, Block] = weakref.WeakValueDictionary()
         self._saved = Saved()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_assignment(self, name, value, _WAYS_OUT)
+        super().__setattr__(name, value)
 
     # ------------------------------------------------------------------------------ what users call --
 
