@@ -211,6 +211,7 @@ class GroupField:
 
     name: str
     is_flag: bool
+    is_count: bool
     readers: list[str] | None  # constants of enum offload_algorithm; None: all
 
 
@@ -249,7 +250,8 @@ class Algorithms:
         if match is None or match[1] != match[2]:
             raise ValueError(f"a row of kGroupFields is not understood: {row!r}")
         readers = None if "kAllAlgorithms" in match[4] else re.findall(r"OFFLOAD_\w+", match[4])
-        return GroupField(match[1], is_flag=match[3] == "", readers=readers)
+        is_count = re.search(r", k\w+Most$", match[4]) is not None  # behind the readers of a flag
+        return GroupField(match[1], match[3] == "" and not is_count, is_count, readers)
 
     def read_by(self, row):
         """The names of the fields of a group that an algorithm reads."""
@@ -573,7 +575,7 @@ def rust_group(header, algorithms):
     for field in algorithms.fields:
         name = field.name
         text += rust_doc(comments[name], "    ")
-        text += f"    pub {name}: {'bool' if field.is_flag else 'f64'},\n"
+        text += f"    pub {name}: {'bool' if field.is_flag else 'i32' if field.is_count else 'f64'},\n"
         value = f"i32::from(self.{name})" if field.is_flag else f"self.{name}"
         values += f"            {name}: {value},\n"
     text += "}\n\nimpl Group {\n    pub(crate) fn raw(&self) -> sys::offload_group_t {\n"

@@ -167,7 +167,8 @@ enum offload_algorithm {
   OFFLOAD_SGD = 3,     /* momentum, dampening, nesterov; state momentum_buffer if momentum > 0 */
   OFFLOAD_LION = 4,    /* sign of an interpolated momentum; state exp_avg */
   OFFLOAD_ADAGRAD = 5, /* gradients divided by the root of a sum of their squares; state sum */
-  OFFLOAD_SIGNUM = 6   /* signSGD with momentum: sign of averaged gradients; state exp_avg */
+  OFFLOAD_SIGNUM = 6,  /* signSGD with momentum: sign of averaged gradients; state exp_avg */
+  OFFLOAD_MUON = 7     /* Newton-Schulz of momentum, for matrices; state momentum_buffer */
 };
 
 enum offload_dtype {
@@ -430,28 +431,38 @@ typedef struct offload_optimizer_options {
 
 /* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion and
  * Signum their papers', with decoupled weight decay).
- * Here zero means zero, not a default, except in algorithm. A field that the group's algorithm does
- * not use must be zero. All numbers are finite and not negative; nesterov, maximize and
- * cautious_weight_decay are 0 or 1. */
+ * Here zero means zero, not a default, except in algorithm and the fields ns_*. A field that the
+ * group's algorithm does not use must be zero. All numbers are finite and, but for ns_a, ns_b and
+ * ns_c, not negative; nesterov, maximize and cautious_weight_decay are 0 or 1.
+ *
+ * Muon updates matrices, each as a whole: a param of such a group needs a shard whose tensor has
+ * two dimensions (rows, cols) or three (a stack of matrices), and has only whole matrices. All else
+ * is refused: it belongs in a group of another algorithm. Not on CUDA devices yet. */
 typedef struct offload_group {
   uint32_t struct_size;
-  int32_t nesterov;              /* SGD; needs momentum > 0 and dampening 0 */
+  int32_t nesterov;              /* SGD, Muon; needs momentum > 0 and dampening 0 */
   int32_t maximize;              /* 1: step along the gradient; 0: against it */
   int32_t cautious_weight_decay; /* AdamW; 1: an element gets no weight decay if the update,
                                     without the decay, moves it away from zero */
   double lr;                     /* all algorithms */
   double beta1;                  /* AdamW, Adam, Lion; in [0, 1) */
   double beta2;                  /* AdamW, Adam, Lion; in [0, 1) */
-  double eps;                    /* AdamW, Adam, Adagrad; above 0 */
+  double eps;                    /* AdamW, Adam, Adagrad, Muon; above 0 */
   double weight_decay;           /* all algorithms */
   double momentum;  /* SGD; commit fixes whether it is zero, see offload_optimizer_set_group.
-                       Signum: in [0, 1) */
+                       Signum, Muon: in [0, 1) */
   double dampening; /* SGD; needs momentum > 0 */
   double lr_decay;  /* Adagrad */
   double initial_accumulator_value; /* Adagrad; commit fills sum with it, later it has no effect */
   int32_t algorithm; /* enum offload_algorithm; 0 = that of the options. offload_optimizer_set_group
                         cannot change it */
-  uint32_t reserved; /* 0 */
+  int32_t ns_steps;  /* Muon; steps of Newton-Schulz, at most 99; 0 = 5 */
+  double ns_a;       /* Muon; the coefficients of a step, finite, of either sign; all three 0 =
+                        3.4445, -4.775, 2.0315 */
+  double ns_b;       /* Muon; as ns_a */
+  double ns_c;       /* Muon; as ns_a */
+  double update_rms; /* Muon; if it is 0, a matrix has lr * max(1, rows / cols)^0.5; else lr *
+                        update_rms * max(rows, cols)^0.5, where 0.2 fits the lr of AdamW */
 } offload_group_t;
 
 enum offload_param_flag {

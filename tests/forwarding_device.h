@@ -102,6 +102,13 @@ class ForwardingDevice : public Device {
   Status Update(StreamHandle stream, const UpdateLaunch& launch) override {
     return device_->Update(stream, launch);
   }
+  Status CheckMatrices() const override { return device_->CheckMatrices(); }
+  uint64_t MatrixWorkspaceBytes(const MatrixShape& shape) const override {
+    return device_->MatrixWorkspaceBytes(shape);
+  }
+  Status UpdateMatrices(StreamHandle stream, const UpdateLaunch& launch) override {
+    return device_->UpdateMatrices(stream, launch);
+  }
   Status SurveyChanges(StreamHandle stream, const ChangeSurvey& launch) override {
     return device_->SurveyChanges(stream, launch);
   }

@@ -14,6 +14,7 @@
 #include "kernels/changes/changes.h"
 #include "kernels/changes/tiles.h"
 #include "kernels/kernels.h"
+#include "kernels/matrix/matrix_update.h"
 
 namespace hybridopt {
 
@@ -22,7 +23,7 @@ struct DeviceEvent;
 using EventHandle = DeviceEvent*;
 using StreamHandle = offload_stream_t;
 
-// One span that the device updates. The span's pointers are device addresses.
+// One span, or one matrix, that the device updates. The span's pointers are device addresses.
 struct DeviceUpdate {
   UpdateSpan span;
   int32_t grad_dtype;
@@ -30,7 +31,9 @@ struct DeviceUpdate {
   // Index into the launch's coefficients; grad_factor there is only the sign of maximize.
   uint32_t coefficients;
   StateFormats formats = {};
-  NotedBits noted = {};  // at a device address; of the span's first element
+  NotedBits noted = {};                   // at a device address; of the span's first element
+  MatrixShape matrix = {};                // in a launch of matrices: the span's
+  std::span<const NsStep> ns_steps = {};  // the same
 
   SpanTypes types() const { return {grad_dtype, param_dtype, formats}; }
 };
@@ -42,6 +45,9 @@ struct UpdateLaunch {
   std::span<const Coefficients> coefficients;
   // Device address: skip all updates, or multiply gradients by its grad_factor.
   const Verdict* verdict;
+  // A launch of matrices: a device address, aligned to 256 bytes, of as many bytes as the largest
+  // matrix needs. The stream's launches share it.
+  void* workspace = nullptr;
 };
 
 // One param's gradient in a norm launch.
@@ -195,6 +201,12 @@ class Device {
   virtual Status Norm(StreamHandle stream, const NormLaunch& launch) = 0;
   virtual Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) = 0;
   virtual Status Update(StreamHandle stream, const UpdateLaunch& launch) = 0;
+  // UNSUPPORTED, with the way out, if this device cannot update matrices.
+  virtual Status CheckMatrices() const = 0;
+  // The bytes of UpdateLaunch::workspace for a matrix.
+  virtual uint64_t MatrixWorkspaceBytes(const MatrixShape& shape) const = 0;
+  // The same as Update for whole matrices; the rule is Rule::kMuon.
+  virtual Status UpdateMatrices(StreamHandle stream, const UpdateLaunch& launch) = 0;
   // As SurveyTile and CollectTile.
   virtual Status SurveyChanges(StreamHandle stream, const ChangeSurvey& launch) = 0;
   virtual Status CollectChanges(StreamHandle stream, const ChangeCollection& launch) = 0;

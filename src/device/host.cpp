@@ -91,6 +91,11 @@ class HostDevice final : public Device {
     return Unsupported("SetVerdict");
   }
   Status Update(StreamHandle, const UpdateLaunch&) override { return Unsupported("Update"); }
+  Status CheckMatrices() const override { return {}; }  // the workers update them
+  uint64_t MatrixWorkspaceBytes(const MatrixShape&) const override { return 0; }
+  Status UpdateMatrices(StreamHandle, const UpdateLaunch&) override {
+    return Unsupported("UpdateMatrices");
+  }
   Status SurveyChanges(StreamHandle, const ChangeSurvey&) override {
     return Unsupported("SurveyChanges");
   }

@@ -20,6 +20,7 @@
 #include "device/sim_command.h"
 #include "device/sim_memory.h"
 #include "device/sim_stream.h"
+#include "kernels/matrix/newton_schulz.h"
 
 namespace hybridopt {
 namespace {
@@ -90,6 +91,13 @@ class SimDevice final : public Device {
   }
   Status Update(StreamHandle stream, const UpdateLaunch& launch) override {
     return Queue(stream, sim::Update{launch}).status();
+  }
+  Status CheckMatrices() const override { return {}; }
+  uint64_t MatrixWorkspaceBytes(const MatrixShape& shape) const override {
+    return NewtonSchulzBytes(shape);
+  }
+  Status UpdateMatrices(StreamHandle stream, const UpdateLaunch& launch) override {
+    return Queue(stream, sim::UpdateMatrices{launch}).status();
   }
   Status SurveyChanges(StreamHandle stream, const ChangeSurvey& launch) override {
     return Queue(stream, sim::SurveyChanges{launch}).status();

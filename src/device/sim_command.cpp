@@ -8,12 +8,14 @@
 #include "base/check.h"
 #include "base/system.h"
 #include "device/sim_stream.h"
+#include "kernels/matrix/newton_schulz.h"
 
 namespace hybridopt {
 namespace {
 
 // Copies are cut into pieces of this size, between which other threads may run.
 constexpr uint64_t kCopyPieceBytes = 64 << 10;
+constexpr uint64_t kWorkspaceAlignment = 256;
 
 constexpr int64_t kAbandonPollNs = 1'000'000;
 constexpr auto kFlagPollInterval = std::chrono::microseconds(20);
@@ -198,6 +200,37 @@ Status SimExecutor::Apply(const sim::Update& update) const {
     UpdateAndNote(kernels_, launch.rule, one.types(), coefficients, span, noted);
   }
   kernels_.publish();
+  return Status();
+}
+
+Result<void*> SimExecutor::LocateWorkspace(const UpdateLaunch& launch,
+                                           const MatrixShape& shape) const {
+  return Locate("workspace", launch.workspace, NewtonSchulzBytes(shape), 1, kWorkspaceAlignment);
+}
+
+Status SimExecutor::Apply(const sim::UpdateMatrices& update) const {
+  const UpdateLaunch& launch = update.launch;
+  HYBRIDOPT_ASSIGN(const Verdict* verdict, Locate("verdict", launch.verdict, 1));
+  for (const DeviceUpdate& one : launch.updates) {
+    HYBRIDOPT_CHECK(one.coefficients < launch.coefficients.size());
+    HYBRIDOPT_CHECK(one.span.count == one.matrix.count() && one.span.count > 0);
+    HYBRIDOPT_TRY(LocateSpan(one).status());
+    HYBRIDOPT_TRY(LocateNoted(one).status());
+    HYBRIDOPT_TRY(LocateWorkspace(launch, one.matrix).status());
+  }
+  if (verdict->skip != 0) return Status();
+  for (const DeviceUpdate& one : launch.updates) {
+    MatrixUpdate matrix{};
+    HYBRIDOPT_ASSIGN(matrix.span, LocateSpan(one));
+    HYBRIDOPT_ASSIGN(matrix.noted, LocateNoted(one));
+    HYBRIDOPT_ASSIGN(matrix.workspace, LocateWorkspace(launch, one.matrix));
+    matrix.types = one.types();
+    matrix.shape = one.matrix;
+    matrix.coefficients = launch.coefficients[one.coefficients];
+    matrix.coefficients.grad_factor *= verdict->grad_factor;
+    matrix.steps = one.ns_steps;
+    UpdateMatrix(kernels_, matrix);
+  }
   return Status();
 }
 

@@ -71,6 +71,10 @@ struct Update {
   static constexpr char kName[] = "Update";
   UpdateLaunch launch;
 };
+struct UpdateMatrices {
+  static constexpr char kName[] = "UpdateMatrices";
+  UpdateLaunch launch;
+};
 struct SurveyChanges {
   static constexpr char kName[] = "SurveyChanges";
   ChangeSurvey launch;
@@ -100,8 +104,9 @@ struct WaitFlag {
   uint64_t value;
 };
 
-using Command = std::variant<CopyToHost, CopyToDevice, Fill, FollowParams, Norm, SetVerdict, Update,
-                             SurveyChanges, CollectChanges, Run, Record, WaitStream, WaitFlag>;
+using Command =
+    std::variant<CopyToHost, CopyToDevice, Fill, FollowParams, Norm, SetVerdict, Update,
+                 UpdateMatrices, SurveyChanges, CollectChanges, Run, Record, WaitStream, WaitFlag>;
 
 const char* NameOf(const Command& command);
 
@@ -142,6 +147,7 @@ class SimExecutor {
   Status Apply(const sim::Norm& norm) const;
   Status Apply(const sim::SetVerdict& set) const;
   Status Apply(const sim::Update& update) const;
+  Status Apply(const sim::UpdateMatrices& update) const;
   Status Apply(const sim::SurveyChanges& survey) const;
   Status Apply(const sim::CollectChanges& collect) const;
   Status Apply(const sim::Run& run) const;
@@ -157,6 +163,7 @@ class SimExecutor {
                             uint64_t count) const;
   Result<UpdateSpan> LocateSpan(const DeviceUpdate& update) const;
   Result<NotedBits> LocateNoted(const DeviceUpdate& update) const;
+  Result<void*> LocateWorkspace(const UpdateLaunch& launch, const MatrixShape& shape) const;
   Result<ChangePart> LocatePart(const ChangePart& part) const;
 
   // One input of a norm, at addresses that host code can access.

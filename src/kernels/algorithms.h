@@ -21,9 +21,12 @@ enum class Rule : int32_t {
   kLion,
   kAdagrad,
   kSignum,
-  kCautiousAdam
+  kCautiousAdam,
+  kMuon  // of whole matrices: it has no kernel in the tables (kernels/matrix)
 };
+// The rules of elements; rules of matrices have larger values.
 inline constexpr int32_t kRuleCount = static_cast<int32_t>(Rule::kCautiousAdam) + 1;
+inline constexpr int32_t kAllRuleCount = static_cast<int32_t>(Rule::kMuon) + 1;
 
 // The kinds of state in checkpoints. Masters are stored as fp32, so MASTER_LOW is not one of these
 // kinds.
@@ -48,7 +51,7 @@ constexpr uint32_t Of(Values... algorithms) {
 inline constexpr uint32_t kAllAlgorithms = UINT32_MAX;
 
 // The values that a number may have. Each value must also be finite in fp32.
-enum NumberRange { kAtLeastZero, kAboveZero, kZeroToBelowOne };
+enum NumberRange { kAtLeastZero, kAboveZero, kZeroToBelowOne, kFinite };
 
 // Algorithms that read a field, and the values that the field may have for them. A flag has no
 // range.
@@ -60,19 +63,21 @@ struct Readers {
 using GroupNumber = double offload_group_t::*;
 using GroupFlag = int32_t offload_group_t::*;
 
-// A hyperparameter of a group: a number, or a flag, which is 0 or 1. If an algorithm does not read
-// the field, the field must be 0.
+// A hyperparameter of a group: a number, or an integer from 0 to `most`, which is a flag if `most`
+// is 1. If an algorithm does not read the field, the field must be 0.
 struct GroupField {
   const char* name;  // in errors, in checkpoints and in the bindings
   GroupNumber number = nullptr;
   GroupFlag flag = nullptr;
+  int32_t most = 1;  // of a flag
   Readers readers[2] = {};
 
   constexpr GroupField(const char* name, GroupNumber number, Readers first, Readers second = {})
       : name(name), number(number), readers{first, second} {}
-  constexpr GroupField(const char* name, GroupFlag flag, uint32_t algorithms)
-      : name(name), flag(flag), readers{{algorithms}} {}
+  constexpr GroupField(const char* name, GroupFlag flag, uint32_t algorithms, int32_t most = 1)
+      : name(name), flag(flag), most(most), readers{{algorithms}} {}
 
+  constexpr bool is_flag() const { return flag != nullptr && most == 1; }
   constexpr double In(const offload_group_t& group) const {
     return number != nullptr ? group.*number : group.*flag;
   }
@@ -84,6 +89,10 @@ struct GroupField {
   }
 };
 
+// Steps of Newton-Schulz.
+inline constexpr int32_t kNsStepsMost = 99;
+inline constexpr int32_t kNsStepsDefault = 5;
+
 // In the order of a checkpoint's manifest.
 inline constexpr GroupField kGroupFields[] = {
     {"lr", &offload_group_t::lr, {kAllAlgorithms}},
@@ -93,20 +102,27 @@ inline constexpr GroupField kGroupFields[] = {
     {"beta2",
      &offload_group_t::beta2,
      {Of(OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_LION), kZeroToBelowOne}},
-    {"eps", &offload_group_t::eps, {Of(OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_ADAGRAD), kAboveZero}},
+    {"eps",
+     &offload_group_t::eps,
+     {Of(OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_ADAGRAD, OFFLOAD_MUON), kAboveZero}},
     {"weight_decay", &offload_group_t::weight_decay, {kAllAlgorithms}},
     {"momentum",
      &offload_group_t::momentum,
      {Of(OFFLOAD_SGD)},
-     {Of(OFFLOAD_SIGNUM), kZeroToBelowOne}},
+     {Of(OFFLOAD_SIGNUM, OFFLOAD_MUON), kZeroToBelowOne}},
     {"dampening", &offload_group_t::dampening, {Of(OFFLOAD_SGD)}},
     {"lr_decay", &offload_group_t::lr_decay, {Of(OFFLOAD_ADAGRAD)}},
     {"initial_accumulator_value",
      &offload_group_t::initial_accumulator_value,
      {Of(OFFLOAD_ADAGRAD)}},
-    {"nesterov", &offload_group_t::nesterov, Of(OFFLOAD_SGD)},
+    {"nesterov", &offload_group_t::nesterov, Of(OFFLOAD_SGD, OFFLOAD_MUON)},
     {"maximize", &offload_group_t::maximize, kAllAlgorithms},
     {"cautious_weight_decay", &offload_group_t::cautious_weight_decay, Of(OFFLOAD_ADAMW)},
+    {"ns_steps", &offload_group_t::ns_steps, Of(OFFLOAD_MUON), kNsStepsMost},
+    {"ns_a", &offload_group_t::ns_a, {Of(OFFLOAD_MUON), kFinite}},
+    {"ns_b", &offload_group_t::ns_b, {Of(OFFLOAD_MUON), kFinite}},
+    {"ns_c", &offload_group_t::ns_c, {Of(OFFLOAD_MUON), kFinite}},
+    {"update_rms", &offload_group_t::update_rms, {Of(OFFLOAD_MUON)}},
 };
 
 // Version 1 of the checkpoint format began with the first 11 fields; every manifest has them. A
@@ -125,6 +141,7 @@ void SetSgd(const offload_group_t& group, uint64_t step, Coefficients& coefficie
 void SetLion(const offload_group_t& group, uint64_t step, Coefficients& coefficients);
 void SetAdagrad(const offload_group_t& group, uint64_t step, Coefficients& coefficients);
 void SetSignum(const offload_group_t& group, uint64_t step, Coefficients& coefficients);
+void SetMuon(const offload_group_t& group, uint64_t step, Coefficients& coefficients);
 
 struct Algorithm {
   int32_t value;     // enum offload_algorithm: OFFLOAD_ and the name in capitals
@@ -179,6 +196,11 @@ inline constexpr Algorithm kAlgorithms[] = {
      .rule = Rule::kSignum,
      .set_coefficients = SetSignum,
      .moments = {OFFLOAD_STATE_EXP_AVG, kNoMoment}},
+    {.value = OFFLOAD_MUON,
+     .name = "Muon",
+     .rule = Rule::kMuon,
+     .set_coefficients = SetMuon,
+     .moments = {OFFLOAD_STATE_MOMENTUM_BUFFER, kNoMoment}},
 };
 
 // The row of a value of enum offload_algorithm; NULL for any other value.
@@ -216,6 +238,11 @@ constexpr Rule RuleOf(int32_t algorithm, double momentum) {
   return momentum > 0.0 ? row.rule : row.rule_without_momentum;
 }
 
+// Whether an algorithm updates matrices, each as a whole, instead of elements.
+constexpr bool IsOfMatrices(int32_t algorithm) {
+  return AlgorithmOf(algorithm)->rule == Rule::kMuon;
+}
+
 // The rule of a step. `at_commit` is the rule of the group at commit.
 constexpr Rule RuleOfStep(int32_t algorithm, Rule at_commit, const offload_group_t& group) {
   return group.cautious_weight_decay != 0 ? AlgorithmOf(algorithm)->rule_if_cautious : at_commit;
@@ -228,7 +255,7 @@ constexpr double InitialMoment0(int32_t algorithm, const offload_group_t& group)
 }
 
 constexpr bool RowsAgree() {
-  for (int32_t rule = 0; rule < kRuleCount; ++rule) {
+  for (int32_t rule = 0; rule < kAllRuleCount; ++rule) {
     const Algorithm& first = AlgorithmOf(Rule{rule});
     if (first.rule != Rule{rule} && first.rule_without_momentum != Rule{rule} &&
         first.rule_if_cautious != Rule{rule})

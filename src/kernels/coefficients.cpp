@@ -86,6 +86,24 @@ void SetSignum(const offload_group_t& group, uint64_t, Coefficients& c) {
   c.weight0 = Round(1.0 - group.momentum);
 }
 
+// Before FitToMatrix.
+void SetMuon(const offload_group_t& group, uint64_t, Coefficients& c) {
+  c.step_size = Round(group.lr);
+  c.l2_decay = Round(group.weight_decay);
+  c.keep0 = Round(group.momentum);
+  c.weight0 = Round(1.0 - group.momentum);
+  c.eps = RoundAboveZero(group.eps);
+  c.nesterov = group.nesterov;
+}
+
+void FitToMatrix(const offload_group_t& group, uint64_t rows, uint64_t cols, Coefficients& c) {
+  const auto height = static_cast<double>(rows), width = static_cast<double>(cols);
+  const double scale = group.update_rms > 0 ? group.update_rms * std::sqrt(std::max(height, width))
+                                            : std::sqrt(std::max(1.0, height / width));
+  c.step_size = Round(group.lr * scale);
+  c.l2_decay = Round(group.weight_decay / scale);
+}
+
 Coefficients MakeCoefficients(int32_t algorithm, const offload_group_t& group, uint64_t step) {
   HYBRIDOPT_CHECK(step >= 1);
   Coefficients c = {};

@@ -12,4 +12,8 @@ namespace hybridopt {
 // grad_factor is only the sign of maximize; the caller multiplies it by the verdict's grad_factor.
 Coefficients MakeCoefficients(int32_t algorithm, const offload_group_t& group, uint64_t step);
 
+// Makes coefficients of Muon those of a matrix of this shape: the learning rate is scaled with the
+// shape, the weight decay is not.
+void FitToMatrix(const offload_group_t& group, uint64_t rows, uint64_t cols, Coefficients& c);
+
 }  // namespace hybridopt

@@ -31,18 +31,18 @@ inline constexpr int32_t kDtypeCount = 3;  // enum offload_dtype, from 1
 // rounded once. Fields that a rule does not use are zero.
 struct Coefficients {
   float grad_factor;      // all: unscale, clip and maximize's sign; multiplies the gradient first
-  float l2_decay;         // Adam, SGD, Adagrad: grad += l2_decay * param
+  float l2_decay;         // Adam, SGD, Adagrad, Muon: grad += l2_decay * param
   float decoupled_decay;  // AdamW, Lion, Signum: lr * weight_decay
   float step_size;        // Adam: lr / bias_correction1; Adagrad: decayed lr; others: lr
-  float keep0;            // Adam, Lion: beta1; Signum: momentum; SGD: the same, 0 in a first step
+  float keep0;            // Adam, Lion: beta1; Signum, Muon: momentum; SGD: also, 0 in a first step
   // Weight of the new value: 1 - keep0; SGD: 1 - dampening, 1 in a first step.
   float weight0;
   float keep1;                          // Adam, Lion: beta2
   float weight1;                        // Adam, Lion: 1 - beta2
   float inverse_sqrt_bias_correction2;  // Adam
-  float eps;                            // Adam, Adagrad
+  float eps;                            // Adam, Adagrad, Muon
   float nesterov_momentum;              // SGD: momentum if nesterov
-  int32_t nesterov;                     // SGD
+  int32_t nesterov;                     // SGD, Muon
 };
 
 // How values are rounded when they are stored.

@@ -23,10 +23,19 @@ uint64_t ChangeBytes(const LaneSizes& sizes) {
   return system::RoundUp(sizes.change_words * sizeof(uint64_t), kScratchAlignmentBytes);
 }
 
-// The offset at which the device's ring begins.
-uint64_t RingOffset(const LaneSizes& sizes) {
+// Of one stream.
+uint64_t MatrixBytes(const LaneSizes& sizes) {
+  return system::RoundUp(sizes.matrix_bytes, kScratchAlignmentBytes);
+}
+
+uint64_t MatrixOffset(const LaneSizes& sizes) {
   return kVerdictBytes + BlockSumsBytes(sizes) + ChangeBytes(sizes) +
          system::RoundUp(sizes.device_grad_elements * sizeof(float), kScratchAlignmentBytes);
+}
+
+// The offset at which the device's ring begins.
+uint64_t RingOffset(const LaneSizes& sizes) {
+  return MatrixOffset(sizes) + (sizes.streams_state ? 2 : 1) * MatrixBytes(sizes);
 }
 
 uint64_t SlotBytes(const LaneSizes& sizes) {
@@ -118,6 +127,7 @@ Result<LaneScratch> LaneScratch::Take(Context& context, const LaneSizes& sizes) 
   HYBRIDOPT_ASSIGN(scratch.data_, context.device().Allocate(Lanes::DeviceScratchBytes(sizes)));
   scratch.device_ = &context.device();
   scratch.device_grad_elements_ = sizes.device_grad_elements;
+  scratch.matrix_offset_ = MatrixOffset(sizes);
   scratch.ring_offset_ = RingOffset(sizes);
   scratch.slot_bytes_ = sizes.stream_slot_bytes;
   HYBRIDOPT_TRY(scratch.MakeEvents(sizes.stream_slots));
@@ -153,13 +163,14 @@ Status Lanes::CreateAll(const LaneSizes& sizes) {
   HYBRIDOPT_TRY(context_.CheckPinned(PinnedBytes(sizes), kShrinks));
   block_sums_bytes_ = BlockSumsBytes(sizes);
   change_bytes_ = ChangeBytes(sizes);
+  matrix_bytes_ = MatrixBytes(sizes);
   HYBRIDOPT_ASSIGN(verdict_page_, PinnedRoom::Take(context_, VerdictPageBytes(sizes), kShrinks));
   host_verdict = reinterpret_cast<Verdict*>(verdict_page_.data());
   host_block_sums = reinterpret_cast<double*>(verdict_page_.data() + kVerdictBytes);
   HYBRIDOPT_ASSIGN(ring_, LaneRing::Take(context_, sizes));
   HYBRIDOPT_ASSIGN(LaneScratch scratch, LaneScratch::Take(context_, sizes));
-  UseScratch(scratch);
   HYBRIDOPT_TRY(CreateStreams(sizes.streams_state));
+  UseScratch(scratch);
   HYBRIDOPT_TRY(NewEvent("device updated", &device_updated.begin));
   HYBRIDOPT_TRY(NewEvent("device updated", &device_updated.end));
   HYBRIDOPT_TRY(NewEvent("verdict known", &verdict_known));
@@ -207,6 +218,10 @@ void Lanes::UseScratch(LaneScratch& scratch) {
   std::byte* const changes = present ? data + kVerdictBytes + block_sums_bytes_ : nullptr;
   device_changes = change_bytes_ > 0 ? reinterpret_cast<uint64_t*>(changes) : nullptr;
   device_grads = present ? reinterpret_cast<float*>(changes + change_bytes_) : nullptr;
+  const bool has_matrices = present && matrix_bytes_ > 0;
+  matrix_workspace = has_matrices ? scratch_.matrix_data() : nullptr;
+  stream_matrix_workspace =
+      has_matrices && state_update != nullptr ? scratch_.matrix_data() + matrix_bytes_ : nullptr;
 }
 
 Result<StreamHandle> Lanes::NewStream(const char* label) {

@@ -42,6 +42,7 @@ struct LaneSizes {
   uint64_t norm_blocks = 0;
   uint64_t change_words = 0;          // of bits on the device, one for each element
   uint64_t device_grad_elements = 0;  // room in fp32 for gradients that a step copies up
+  uint64_t matrix_bytes = 0;          // workspace of each stream that updates matrices
   bool streams_state = false;         // state may go through the device's ring, now or later
   uint32_t stream_slots = 0;          // 0: no ring on the device
   uint64_t stream_slot_bytes = 0;
@@ -84,7 +85,8 @@ class LaneRing {
 // Device memory for norm sums, the verdict, the bits of elements that the device changes, gradients
 // that the host holds and a step copies up, and the ring through which state streams.
 //
-//   | verdict | block sums | changes | gradients copied up | slot 0 of the ring | slot 1 | ...
+//   | verdict | block sums | changes | gradients copied up | matrices: compute stream, ring's
+//   stream | slot 0 of the ring | slot 1 | ...
 class LaneScratch {
  public:
   LaneScratch() = default;
@@ -96,6 +98,7 @@ class LaneScratch {
     std::swap(data_, other.data_);
     std::swap(device_grad_elements_, other.device_grad_elements_);
     std::swap(ring_offset_, other.ring_offset_);
+    std::swap(matrix_offset_, other.matrix_offset_);
     std::swap(slot_bytes_, other.slot_bytes_);
     std::swap(slots_, other.slots_);
     return *this;
@@ -104,6 +107,7 @@ class LaneScratch {
   uint64_t slot_bytes() const { return slot_bytes_; }
   std::byte* data() const { return static_cast<std::byte*>(data_); }
   std::span<const StreamSlot> slots() const { return slots_; }
+  std::byte* matrix_data() const { return data() + matrix_offset_; }
   std::byte* slot_data(uint32_t slot) const { return data() + ring_offset_ + slot * slot_bytes_; }
 
  private:
@@ -112,6 +116,7 @@ class LaneScratch {
   Device* device_ = nullptr;
   void* data_ = nullptr;  // device
   uint64_t device_grad_elements_ = 0;
+  uint64_t matrix_offset_ = 0;
   uint64_t ring_offset_ = 0;
   uint64_t slot_bytes_ = 0;
   std::vector<StreamSlot> slots_;
@@ -198,8 +203,10 @@ class Lanes {
   Verdict* device_verdict = nullptr;   // device
   uint64_t* device_changes = nullptr;  // device: a bit for each element that the device has changed
   float* device_grads = nullptr;       // device: gradients copied up for a step
-  Verdict* host_verdict = nullptr;     // pinned
-  double* host_block_sums = nullptr;   // pinned: block_sums, for a verdict made on the host
+  void* matrix_workspace = nullptr;    // device: of the compute stream
+  void* stream_matrix_workspace = nullptr;  // device: of state_update
+  Verdict* host_verdict = nullptr;          // pinned
+  double* host_block_sums = nullptr;        // pinned: block_sums, for a verdict made on the host
 
  private:
   explicit Lanes(Context& context) : context_(context), link_(context.link()) {}
@@ -216,6 +223,7 @@ class Lanes {
   EventHandle kept_ready_ = nullptr;   // the event that KeepReadyEvent has taken
   uint64_t block_sums_bytes_ = 0;
   uint64_t change_bytes_ = 0;
+  uint64_t matrix_bytes_ = 0;
   PinnedRoom verdict_page_;  // host_verdict, host_block_sums
   std::mutex exchange_;
   LaneRing ring_;

@@ -120,6 +120,10 @@ Result<offload_plan_t> Optimizer::Plan() const {
 // library, the size follows from the memory that all else leaves free.
 Result<StateShape> Optimizer::MakeShape() const {
   StateShape shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
+  for (const ParamShape& param : shape.params)
+    if (param.is_of_matrices())
+      shape.device_matrix_bytes = std::max(shape.device_matrix_bytes,
+                                           context_->device().MatrixWorkspaceBytes(param.matrix));
   if (options_.save_buffer_bytes != kAutoSaveBuffer) return shape;
   shape.options.save_buffer_bytes = 0;
   HYBRIDOPT_ASSIGN(

@@ -187,6 +187,7 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const D
   if (AlgorithmOf(options.algorithm) == nullptr)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "options.algorithm is %d, expected %s",
                          options.algorithm, AlgorithmChoices().c_str());
+  if (IsOfMatrices(options.algorithm)) HYBRIDOPT_TRY(device.CheckMatrices());
   HYBRIDOPT_TRY(CheckDeviceFraction(options.device_fraction, "options.device_fraction"));
   if (options.chunk_elements != 0 &&
       (options.chunk_elements < kMinChunkElements || options.chunk_elements > kMaxChunkElements))

@@ -41,6 +41,7 @@ LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
     sizes.slot_grad_bytes =
         std::max(sizes.slot_grad_bytes, shape.options.chunk_elements * sizeof(float));
   }
+  sizes.matrix_bytes = shape.device_matrix_bytes;
   sizes.streams_state = shape.options.streams_state;
   sizes.stream_slots = StreamSlots(shape, chunks);
   sizes.stream_slot_bytes = chunks.stream_slot_bytes();

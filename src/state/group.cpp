@@ -16,6 +16,10 @@ Status CheckNumber(const char* name, double value, NumberRange range) {
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "group.%s is %g, expected 0 <= %s < 1", name,
                          value, name);
   }
+  if (range == kFinite && !std::isfinite(rounded))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "group.%s is %g, expected a number that is finite in fp32", name, value);
+  if (range == kFinite) return {};
   const bool above_zero = range == kAboveZero;
   if (std::isfinite(rounded) && (above_zero ? rounded > 0 : value >= 0)) return {};
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
@@ -33,9 +37,9 @@ Status CheckField(const Algorithm& algorithm, const offload_group_t& group,
                          algorithm.name);
   if (readers == nullptr) return {};
   if (field.number != nullptr) return CheckNumber(field.name, value, readers->range);
-  if (value == 0 || value == 1) return {};
-  return Status::Error(OFFLOAD_INVALID_ARGUMENT, "group.%s is %d, expected 0 or 1", field.name,
-                       group.*field.flag);
+  if (value >= 0 && value <= field.most) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT, "group.%s is %d, expected 0 %s %d", field.name,
+                       group.*field.flag, field.is_flag() ? "or" : "to", field.most);
 }
 
 }  // namespace

@@ -20,6 +20,35 @@ uint64_t HashOf(const std::string& name) {
   return hash;
 }
 
+// The shape of the matrices of a shard that Muon updates. A matrix is updated as a whole, so the
+// shard must have only whole ones.
+Result<MatrixShape> MatrixOf(const Shard& shard) {
+  const uint32_t dimensions = shard.dimensions;
+  if (dimensions != 2 && dimensions != 3)
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT,
+        "the tensor has %u dimensions, but its group's algorithm is Muon, expected "
+        "2 (a matrix) or 3 (a stack of matrices) in shard.global_shape; put other "
+        "params into a group of another algorithm",
+        dimensions);
+  const MatrixShape matrix{static_cast<uint64_t>(shard.global_shape[dimensions - 2]),
+                           static_cast<uint64_t>(shard.global_shape[dimensions - 1])};
+  bool is_whole = true;
+  for (const Box& box : shard.boxes)
+    for (uint32_t i = dimensions - 2; i < dimensions; ++i)
+      is_whole = is_whole && box.size[i] == shard.global_shape[i];
+  const uint64_t count = matrix.count();
+  if (count > 0)
+    is_whole = is_whole && shard.range_begin % count == 0 && shard.range_count % count == 0;
+  if (is_whole || shard.range_count == 0) return matrix;
+  return Status::Error(OFFLOAD_UNSUPPORTED,
+                       "the shard cuts matrices of %llu x %llu, but its group's algorithm is Muon, "
+                       "which needs whole ones; give each matrix to one rank, or use a group of "
+                       "another algorithm",
+                       static_cast<unsigned long long>(matrix.rows),
+                       static_cast<unsigned long long>(matrix.cols));
+}
+
 // Puts "what[index] 'name': " before an error's text.
 Status InContext(const Status& status, const char* what, size_t index, const char* name) {
   return Status::Error(status.code(), "%s[%zu] '%.200s': %s", what, index, name,
@@ -34,11 +63,10 @@ Result<offload_group_t> ParamTable::Checked(const offload_group_t& group) const 
                          "group.algorithm is %d, expected a value of enum offload_algorithm, or 0 "
                          "for that of the options",
                          group.algorithm);
-  if (group.reserved != 0)
-    return Status::Error(OFFLOAD_UNSUPPORTED, "group.reserved is %u, expected 0", group.reserved);
   offload_group_t checked = group;
   if (checked.algorithm == 0) checked.algorithm = algorithm_;
   HYBRIDOPT_TRY(ValidateGroup(checked.algorithm, checked));
+  if (IsOfMatrices(checked.algorithm)) HYBRIDOPT_TRY(device_.CheckMatrices());
   return checked;
 }
 
@@ -125,6 +153,9 @@ Status ParamTable::AddOne(const ParamInput& input) {
     HYBRIDOPT_ASSIGN(param.shard, ValidateShard(*input.shard, source.count));
   } else {
     param.shard = WholeTensor(source.count);
+  }
+  if (IsOfMatrices(param.algorithm)) {
+    HYBRIDOPT_ASSIGN(param.matrix, MatrixOf(param.shard));
   }
   const uint32_t id = size();
   addresses_.push_back({nullptr, nullptr});

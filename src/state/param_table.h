@@ -15,6 +15,7 @@
 #include "base/shard.h"
 #include "base/status.h"
 #include "device/device.h"
+#include "kernels/matrix/matrix_update.h"
 
 namespace hybridopt {
 
@@ -36,6 +37,7 @@ struct Param {
   uint32_t flags;
   uint64_t count;
   Shard shard;
+  MatrixShape matrix;  // of each of its matrices; 0 x 0 if its elements are updated one by one
 };
 
 // An offload_param_t with the shard it points to, both brought to this release's size.

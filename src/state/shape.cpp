@@ -5,6 +5,7 @@
 #include "base/system.h"
 #include "kernels/algorithms.h"
 #include "kernels/changes/changes.h"
+#include "kernels/matrix/newton_schulz.h"
 
 namespace hybridopt {
 namespace {
@@ -66,9 +67,9 @@ void ChooseFormats(const Param& param, const ShapeOptions& options, StateShape& 
   shaped.stripe_count = static_cast<uint32_t>(shape.stripes.size()) - shaped.first_stripe;
 }
 
-// The units at which the formats of all state slots of a param can be cut.
-Unit UnitOfFormats(const Param& param, const ParamShape& shaped) {
-  uint64_t elements = 1;
+// The units at which the formats of all state slots of a param can be cut, and its matrices.
+Unit UnitOfParam(const Param& param, const ParamShape& shaped) {
+  uint64_t elements = std::max<uint64_t>(shaped.matrix.count(), 1);
   for (const Format format : shaped.format)
     elements = std::lcm(elements, RowOf(format).unit_elements);
   return UnitOf(param.shard, param.count, elements);
@@ -171,7 +172,12 @@ StateShape MakeStateShape(const ParamTable& table, const ShapeOptions& options) 
     shaped.first_change_word = shape.change_words;
     if (options.tracks_changes) shape.change_words += NotedWords(param.count);
     ChooseFormats(param, options, shape, shaped);
-    shaped.unit = UnitOfFormats(param, shaped);
+    if (param.count > 0) shaped.matrix = param.matrix;
+    if (shaped.is_of_matrices()) {
+      shape.matrices += param.count / param.matrix.count();
+      shape.host_matrix_bytes = std::max(shape.host_matrix_bytes, NewtonSchulzBytes(param.matrix));
+    }
+    shaped.unit = UnitOfParam(param, shaped);
     shape.largest_unit = std::max(shape.largest_unit, std::min(shaped.unit.elements, param.count));
   }
   LayOutRegions(table, shape);

@@ -101,7 +101,8 @@ inline uint64_t BytesBefore(const FormatRow& row, const Unit& unit, uint64_t ele
 
 struct ParamShape {
   Unit unit;
-  Rule rule;  // the rule of its group at commit, which decides the moments
+  MatrixShape matrix;  // of each of its matrices; 0 x 0: it is updated by elements
+  Rule rule;           // the rule of its group at commit, which decides the moments
   std::array<Format, kStateSlots> format;  // the format of each slot that the param has
   // Whether a tier has an array for the slot, and at which byte of the region its element 0 is. An
   // fp32 param is its own master on the tier where the param is: on the device, and on the host if
@@ -117,6 +118,7 @@ struct ParamShape {
   uint64_t swap_grads_offset;   // where its gradients are in that memory
   uint64_t first_change_word;   // where its bits of changes begin (kernels/changes/changes.h)
 
+  bool is_of_matrices() const { return matrix.count() > 0; }
   bool Keeps(Tier tier, StateSlot slot) const { return kept[tier][slot]; }
   // The slot of the array that an update gets as master: kMasterLow if the format is beside the
   // param.
@@ -156,6 +158,10 @@ struct StateShape {
   uint64_t swap_params_bytes = 0;
   uint64_t swap_grads_bytes = 0;
   uint64_t change_words = 0;  // 0: changes are not tracked
+  uint64_t matrices = 0;      // in all params
+  // Memory for the update of the largest matrix: on the host, and for each stream of the device.
+  uint64_t host_matrix_bytes = 0;
+  uint64_t device_matrix_bytes = 0;
 
   uint64_t RegionBytes(Tier tier, StateSlot slot) const { return region_bytes[tier][slot]; }
 };

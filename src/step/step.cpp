@@ -28,7 +28,7 @@ StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t ro
       device_executor_(parts.table, parts.shape, parts.memory, parts.lanes, parts.changes),
       early_(context, parts.table, parts.shape, plan_, parts.lanes, parts.step_counts, queue_,
              *this, updater_),
-      pieces_(context.workers().threads()) {
+      work_(context.workers().threads()) {
   for (const Param& param : table_.params())
     has_replicas_ = has_replicas_ || (param.flags & OFFLOAD_PARAM_REPLICA) != 0;
   host_coefficients_.reserve(table_.size());
@@ -54,9 +54,10 @@ uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const StateShape& s
                              2 * sizeof(uint64_t) +  // step count, device count
                              kMaxQueuedSteps * (sizeof(Addresses) + sizeof(HostGrad));
   return table.size() * per_param + StepPlan::Bytes(table, shape) + DeviceExecutor::Bytes(shape) +
-         StreamedExecutor::Bytes(shape) + EarlyUpdates::Bytes(table, shape) +
-         ChunkTable::BytesMax(shape) + ChunkQueue::Bytes(ChunksMost(shape)) +
-         shape.norm_blocks * sizeof(double) + shape.stripes.size() * sizeof(Stripe);
+         StreamedExecutor::Bytes(shape) + ChunkUpdater::Bytes(shape) +
+         EarlyUpdates::Bytes(table, shape) + ChunkTable::BytesMax(shape) +
+         ChunkQueue::Bytes(ChunksMost(shape)) + shape.norm_blocks * sizeof(double) +
+         shape.stripes.size() * sizeof(Stripe);
 }
 
 // ------------------------------------------------------------------------------------- the step --
@@ -181,9 +182,9 @@ Status StepPipeline::UpdateInPlace(const HostStep& step, const WorkRange& range)
   if (range.begin == range.end) return {};
   updater_.PutAside(step, 0, range);
   const ProfilerRange updating("update", 0);
-  pieces_.Reset(range, kWorkGrainElements, kWorkPieceElements);
-  const Status status = pieces_.Share(
-      context_.workers(), [&](uint32_t worker) { updater_.Update(step, 0, {}, pieces_, worker); });
+  updater_.Begin(plan_, 0, range, work_);
+  const Status status = work_.pieces.Share(
+      context_.workers(), [&](uint32_t worker) { updater_.Update(step, 0, {}, work_, worker); });
   updater_.Copied(step, 0, range, status.ok());
   return status;
 }

@@ -156,7 +156,7 @@ class StepPipeline : private ChunkProgress {
   StreamedExecutor streamed_;
   DeviceExecutor device_executor_;
   EarlyUpdates early_;
-  WorkPieces pieces_;  // for a step in host memory
+  ChunkWork work_;  // for a step in host memory
   bool has_replicas_ = false;
 
   // State of the running step. The constructor reserves the capacity of the lists.

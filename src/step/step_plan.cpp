@@ -7,7 +7,18 @@
 namespace hybridopt {
 namespace {
 
-constexpr uint32_t kNoCoefficients = UINT32_MAX;  // a memo without coefficients
+constexpr uint32_t kNoCoefficients = UINT32_MAX;                   // a memo without coefficients
+constexpr uint64_t kNsStepsBytes = kNsStepsMost * sizeof(NsStep);  // of a group
+
+uint32_t NsStepCount(const offload_group_t& group) {
+  return static_cast<uint32_t>(group.ns_steps != 0 ? group.ns_steps : kNsStepsDefault);
+}
+
+NsStep NsStepOf(const offload_group_t& group) {
+  if (group.ns_a == 0 && group.ns_b == 0 && group.ns_c == 0) return kNsDefault;
+  return {static_cast<float>(group.ns_a), static_cast<float>(group.ns_b),
+          static_cast<float>(group.ns_c)};
+}
 
 }  // namespace
 
@@ -20,7 +31,8 @@ StepPlan::StepPlan(const ParamTable& table, const StateShape& shape, const Resid
       swap_(swap),
       rounding_seed_(rounding_seed),
       params_(table.size()),
-      memos_(table.groups().size()) {
+      memos_(table.groups().size()),
+      ns_steps_(shape.matrices > 0 ? table.groups().size() * kNsStepsMost : 0) {
   coefficients_.reserve(table.size());  // every param may need coefficients of its own
   UseChunks();
 }
@@ -28,7 +40,8 @@ StepPlan::StepPlan(const ParamTable& table, const StateShape& shape, const Resid
 uint64_t StepPlan::Bytes(const ParamTable& table, const StateShape& shape) {
   const uint64_t chunks = ChunksMost(shape);
   return table.size() * (sizeof(StepParam) + sizeof(Coefficients) + sizeof(uint64_t)) +
-         3 * chunks * sizeof(uint64_t) + table.groups().size() * sizeof(Memo);
+         3 * chunks * sizeof(uint64_t) +
+         table.groups().size() * (sizeof(Memo) + (shape.matrices > 0 ? kNsStepsBytes : 0));
 }
 
 void StepPlan::UseChunks() {
@@ -41,6 +54,7 @@ void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
   coefficients_.clear();
   std::fill(memos_.begin(), memos_.end(), Memo{0, kNoCoefficients});
   host_holds_grads_ = params_come_down_ = false;
+  FillNsSteps(request.groups);
   for (uint32_t id = 0; id < table_.size(); ++id) {
     const Param& param = table_.param(id);
     StepParam& step_param = params_[id];
@@ -56,9 +70,13 @@ void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
     params_come_down_ = params_come_down_ || ParamComesDown(id);
     const uint64_t step = step_counts.of(id) + 1;
     const offload_group_t& group = request.groups[param.group];
-    step_param.coefficients = CoefficientsFor(group, param.group, step);
+    step_param.coefficients = CoefficientsFor(group, id, step);
     const ParamShape& shaped = shape_.params[id];
     step_param.rule = RuleOfStep(group.algorithm, shaped.rule, group);
+    step_param.ns_steps = {};
+    if (shaped.is_of_matrices())
+      step_param.ns_steps =
+          std::span(ns_steps_).subspan(param.group * kNsStepsMost, NsStepCount(group));
     step_param.rounding = {};
     if (shaped.stripe_count > 0)
       step_param.rounding = StochasticRounding(rounding_seed_, param.name_hash, step);
@@ -67,10 +85,21 @@ void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
   CountActive();
 }
 
-uint32_t StepPlan::CoefficientsFor(const offload_group_t& group, uint32_t group_id, uint64_t step) {
+void StepPlan::FillNsSteps(std::span<const offload_group_t> groups) {
+  if (ns_steps_.empty()) return;
+  for (size_t i = 0; i < groups.size(); ++i)
+    std::fill_n(&ns_steps_[i * kNsStepsMost], kNsStepsMost, NsStepOf(groups[i]));
+}
+
+uint32_t StepPlan::CoefficientsFor(const offload_group_t& group, uint32_t id, uint64_t step) {
+  if (const MatrixShape& matrix = shape_.params[id].matrix; matrix.count() > 0) {
+    coefficients_.push_back(MakeCoefficients(group.algorithm, group, step));
+    FitToMatrix(group, matrix.rows, matrix.cols, coefficients_.back());
+    return static_cast<uint32_t>(coefficients_.size() - 1);
+  }
   // Usually the params of a group have the same step count, so their coefficients are computed
   // once.
-  Memo& memo = memos_[group_id];
+  Memo& memo = memos_[table_.param(id).group];
   if (memo.coefficients == kNoCoefficients || memo.step != step) {
     memo = {step, static_cast<uint32_t>(coefficients_.size())};
     coefficients_.push_back(MakeCoefficients(group.algorithm, group, step));

@@ -44,6 +44,7 @@ struct StepParam {
   uint32_t coefficients;       // index into coefficients()
   bool active;                 // it has a gradient and elements, so the step updates it
   Rounding rounding;
+  std::span<const NsStep> ns_steps;  // of a param of matrices
 
   bool GradComesDown() const { return active && host_grad == nullptr; }
 };
@@ -99,7 +100,8 @@ class StepPlan {
   }
 
  private:
-  uint32_t CoefficientsFor(const offload_group_t& group, uint32_t group_id, uint64_t step);
+  uint32_t CoefficientsFor(const offload_group_t& group, uint32_t id, uint64_t step);
+  void FillNsSteps(std::span<const offload_group_t> groups);
   void CountActive();
 
   const ParamTable& table_;  // only for counts, dtypes and group ids; addresses are in the requests
@@ -116,6 +118,7 @@ class StepPlan {
     uint32_t coefficients;
   };
   std::vector<Memo> memos_;                // per group: the coefficients that were computed last
+  std::vector<NsStep> ns_steps_;           // per group: kNsStepsMost; empty without matrices
   std::vector<uint64_t> active_before_;    // per fragment
   std::vector<uint64_t> active_in_chunk_;  // per chunk
   std::vector<uint64_t> held_in_chunk_;    // of these, elements whose gradients the host holds

@@ -104,7 +104,7 @@ static const pin_t pins[] = {
     FIELD(offload_optimizer_options_t, reserved2, 100, 4),
     FIELD(offload_optimizer_options_t, save_buffer_bytes, 104, 8),
 
-    STRUCT(offload_group_t, 96),
+    STRUCT(offload_group_t, 128),
     FIELD(offload_group_t, struct_size, 0, 4),
     FIELD(offload_group_t, nesterov, 4, 4),
     FIELD(offload_group_t, maximize, 8, 4),
@@ -119,7 +119,11 @@ static const pin_t pins[] = {
     FIELD(offload_group_t, lr_decay, 72, 8),
     FIELD(offload_group_t, initial_accumulator_value, 80, 8),
     FIELD(offload_group_t, algorithm, 88, 4),
-    FIELD(offload_group_t, reserved, 92, 4),
+    FIELD(offload_group_t, ns_steps, 92, 4),
+    FIELD(offload_group_t, ns_a, 96, 8),
+    FIELD(offload_group_t, ns_b, 104, 8),
+    FIELD(offload_group_t, ns_c, 112, 8),
+    FIELD(offload_group_t, update_rms, 120, 8),
 
     STRUCT(offload_shard_t, 56),
     FIELD(offload_shard_t, struct_size, 0, 4),
@@ -431,6 +435,7 @@ static const pin_t pins[] = {
     VALUE(OFFLOAD_LION, 4),
     VALUE(OFFLOAD_ADAGRAD, 5),
     VALUE(OFFLOAD_SIGNUM, 6),
+    VALUE(OFFLOAD_MUON, 7),
 
     VALUE(OFFLOAD_FP32, 1),
     VALUE(OFFLOAD_BF16, 2),

@@ -27,10 +27,12 @@ using Bytes = std::vector<std::byte>;
 
 inline constexpr int32_t kDtypes[] = {OFFLOAD_FP32, OFFLOAD_BF16, OFFLOAD_FP16};
 
-// enum offload_algorithm, all of them.
+// enum offload_algorithm: all that update elements. muon_test.cpp has matrices.
 inline constexpr auto kAlgorithmValues = [] {
-  std::array<int32_t, std::size(kAlgorithms)> values{};
-  for (size_t i = 0; i < values.size(); ++i) values[i] = kAlgorithms[i].value;
+  std::array<int32_t, std::size(kAlgorithms) - 1> values{};
+  size_t count = 0;
+  for (const Algorithm& row : kAlgorithms)
+    if (!IsOfMatrices(row.value)) values[count++] = row.value;
   return values;
 }();
 // Stands for an algorithm where each group has its own: see kMixture.

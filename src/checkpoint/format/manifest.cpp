@@ -109,7 +109,7 @@ class ManifestWriter {
       text_ += before;
       before = ",";
       Key(field.name);
-      if (field.number != nullptr)
+      if (!field.is_flag())
         AppendJsonNumber(&text_, value);
       else
         text_ += value != 0 ? "true" : "false";
@@ -250,9 +250,10 @@ class ManifestReader {
     return numbers;
   }
 
-  double Hyperparameter() {
+  double Hyperparameter(bool may_be_negative) {
     const double number = json_.Number();
-    if (number < 0) json_.Fail("a hyperparameter is %g, expected at least 0", number);
+    if (number < 0 && !may_be_negative)
+      json_.Fail("a hyperparameter is %g, expected at least 0", number);
     return number;
   }
 
@@ -263,7 +264,9 @@ class ManifestReader {
     for (const GroupField& field : kGroupFields)
       reads.emplace_back([this, &group, &field] {
         if (field.number != nullptr)
-          group.*field.number = Hyperparameter();
+          group.*field.number = Hyperparameter(field.readers[0].range == kFinite);
+        else if (!field.is_flag())
+          group.*field.flag = static_cast<int32_t>(Small(static_cast<uint32_t>(field.most)));
         else
           group.*field.flag = json_.Bool();
       });

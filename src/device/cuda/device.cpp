@@ -118,6 +118,9 @@ class CudaDevice final : public Device {
   Status Norm(StreamHandle stream, const NormLaunch& launch) override;
   Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) override;
   Status Update(StreamHandle stream, const UpdateLaunch& launch) override;
+  Status CheckMatrices() const override;
+  uint64_t MatrixWorkspaceBytes(const MatrixShape&) const override { return 0; }
+  Status UpdateMatrices(StreamHandle, const UpdateLaunch&) override { return CheckMatrices(); }
   Status SurveyChanges(StreamHandle stream, const ChangeSurvey& launch) override;
   Status CollectChanges(StreamHandle stream, const ChangeCollection& launch) override;
   Status Run(StreamHandle stream, offload_stream_function_t function, void* user) override;
@@ -668,6 +671,12 @@ Status CudaDevice::SumBlocks(StreamHandle stream, const NormLaunch& launch, size
         "verdict", stream);
   const Status given_back = tables_->GiveBack(table, Of(stream));
   return status.ok() ? given_back : status;
+}
+
+Status CudaDevice::CheckMatrices() const {
+  return Status::Error(OFFLOAD_UNSUPPORTED,
+                       "OFFLOAD_MUON is not there on CUDA devices yet; use another algorithm, or "
+                       "keep the params in host memory with OFFLOAD_DEVICE_HOST");
 }
 
 // Updates with different rules or formats need separate launches.

@@ -36,6 +36,9 @@ struct NsStep {
   float c;
 };
 
+// torch.optim.Muon's.
+inline constexpr NsStep kNsDefault = {3.4445f, -4.7750f, 2.0315f};
+
 struct MatrixUpdate {
   // The whole matrix in row-major order: count is rows * cols, and moment0 is the momentum.
   UpdateSpan span;
@@ -43,7 +46,7 @@ struct MatrixUpdate {
   MatrixShape shape;
   // keep0 is the momentum, weight0 is 1 - momentum; nesterov and eps. step_size is the adjusted
   // learning rate; l2_decay is lr * weight_decay / step_size, so that the decay is lr *
-  // weight_decay.
+  // weight_decay (FitToMatrix).
   Coefficients coefficients;
   std::span<const NsStep> steps;
   NotedBits noted;

@@ -3,8 +3,13 @@
 #include <cstring>
 #include <utility>
 
+#include "base/check.h"
+#include "base/system.h"
+
 namespace hybridopt {
 namespace {
+
+constexpr uint32_t kBeforeFirstPhase = UINT32_MAX;  // the next one is 0
 
 const std::byte* GradAddress(const StepParam& param, const Fragment& fragment,
                              const ChunkBuffers& buffers, uint64_t first) {
@@ -88,10 +93,84 @@ void ChunkUpdater::CopyAside(const Capture& capture, uint32_t id, Tier tier, con
   }
 }
 
+std::byte* ChunkUpdater::AlignedIn(std::vector<std::byte>& room) {
+  const auto address = reinterpret_cast<uintptr_t>(room.data());
+  return room.data() + (system::RoundUp(address, kWorkspaceAlignment) - address);
+}
+
+void ChunkUpdater::Begin(const StepPlan& plan, uint32_t chunk, const WorkRange& range,
+                         ChunkWork& work) const {
+  work.pieces.Reset(range, kWorkGrainElements, kWorkPieceElements);
+  work.range = range;
+  work.fragment = work.first = 0;
+  work.phases.Begin(FindMatrix(plan, chunk, work) ? 1 : 0);
+}
+
 void ChunkUpdater::Update(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
-                          WorkPieces& pieces, uint32_t worker) const {
-  pieces.Take(worker, [&](const WorkRange& piece) { UpdatePiece(step, chunk, buffers, piece); });
+                          ChunkWork& work, uint32_t worker) const {
+  work.pieces.Take(worker,
+                   [&](const WorkRange& piece) { UpdatePiece(step, chunk, buffers, piece); });
+  work.phases.Take(
+      [&](uint64_t piece) {
+        if (!work.newton_schulz.has_value()) return BeginMatrix(step, chunk, buffers, work);
+        work.newton_schulz->RunPiece(work.phase, piece);
+      },
+      [&] { return NextPhase(step.plan, chunk, work); });
   kernels_.publish();
+}
+
+// Finds the first matrix in the range, from the place in `work` on. A matrix belongs to the range
+// in which it ends, as in ForEachRange.
+bool ChunkUpdater::FindMatrix(const StepPlan& plan, uint32_t chunk, ChunkWork& work) const {
+  work.update.reset();
+  work.newton_schulz.reset();
+  if (shape_.matrices == 0) return false;
+  const std::span<const Fragment> fragments = plan.fragments(chunk);
+  for (; work.fragment < fragments.size(); ++work.fragment, work.first = 0) {
+    const Fragment& fragment = fragments[work.fragment];
+    const MatrixShape& matrix = shape_.params[fragment.param].matrix;
+    if (matrix.count() == 0 || !plan.param(fragment.param).active) continue;
+    for (; work.first < fragment.count; work.first += matrix.count()) {
+      const uint64_t end = plan.ActiveBefore(fragment) + work.first + matrix.count();
+      if (end > work.range.end) return false;
+      if (end > work.range.begin) return true;
+    }
+  }
+  return false;
+}
+
+void ChunkUpdater::BeginMatrix(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
+                               ChunkWork& work) const {
+  const Fragment& fragment = step.plan.fragments(chunk)[work.fragment];
+  const StepParam& param = step.plan.param(fragment.param);
+  const ParamShape& shaped = shape_.params[fragment.param];
+  const uint64_t count = shaped.matrix.count();
+  const Prepared prepared = Prepare(step, fragment, buffers, work.first, count);
+  MatrixUpdate& update = work.update.emplace();
+  update.span = prepared.span;
+  ForEachStripe(shape_, shaped, fragment.begin + work.first, count,
+                [&](uint64_t, uint64_t in_stripe, const ElementOrder& order) {
+                  HYBRIDOPT_CHECK(in_stripe == count);
+                  update.span.order = order;
+                });
+  update.types = prepared.types;
+  update.shape = shaped.matrix;
+  update.coefficients = step.coefficients[param.coefficients];
+  update.steps = param.ns_steps;
+  update.noted = prepared.noted;
+  update.workspace = workspace_;
+  work.newton_schulz.emplace(kernels_, update);
+  work.phase = kBeforeFirstPhase;
+  kernels_.publish();
+}
+
+// Goes to the next phase of the matrix, or to the next matrix, and returns the pieces.
+uint64_t ChunkUpdater::NextPhase(const StepPlan& plan, uint32_t chunk, ChunkWork& work) const {
+  NewtonSchulz& matrix = *work.newton_schulz;
+  while (++work.phase < matrix.phases())
+    if (const uint64_t pieces = matrix.pieces(work.phase); pieces > 0) return pieces;
+  work.first += work.update->shape.count();
+  return FindMatrix(plan, chunk, work) ? 1 : 0;
 }
 
 // Calls visit(state, old, bytes) for the elements' part of each array.
@@ -123,44 +202,54 @@ void ChunkUpdater::Restore(std::span<const Fragment> fragments, uint64_t element
   });
 }
 
+ChunkUpdater::Prepared ChunkUpdater::Prepare(const HostStep& step, const Fragment& fragment,
+                                             const ChunkBuffers& buffers, uint64_t first,
+                                             uint64_t count) const {
+  const uint32_t id = fragment.param;
+  const StepParam& param = step.plan.param(id);
+  const int32_t dtype = table_.param(id).dtype;
+  const uint64_t element = fragment.begin + first;
+  // The copy brings the state into the caches, from which the update then reads it.
+  if (buffers.old != nullptr)
+    ForEachArray(fragment, first, count, *buffers.old,
+                 [&](const std::byte* state, std::byte* aside, uint64_t bytes) {
+                   kernels_.copy_past_caches(aside, state, bytes);
+                 });
+  Prepared prepared{{}, {param.grad_dtype, dtype, shape_.params[id].formats()}, {}};
+  UpdateSpan& span = prepared.span;
+  span.grad = GradAddress(param, fragment, buffers, first);
+  span.param = ParamAt(fragment, first, DtypeBytes(dtype), buffers.params, param.addresses.data);
+  if (step.capture != nullptr)
+    CopyAside(*step.capture, id, fragment.tier, {element, element + count},
+              static_cast<const std::byte*>(span.param));
+  span.master = MasterAt(fragment.tier, id, element, span.param);
+  span.moment0 = memory_.At(fragment.tier, id, kMoment0, element);
+  span.moment1 = memory_.At(fragment.tier, id, kMoment1, element);
+  span.count = count;
+  span.rounding = param.rounding;
+  prepared.noted = changes_.OnHost(id).From(element);
+  if (step.follow_params && memory_.At(fragment.tier, id, kMaster, element) != nullptr)
+    FollowAndNote(kernels_, dtype, span.param, count, static_cast<float*>(span.master),
+                  prepared.noted);
+  return prepared;
+}
+
 void ChunkUpdater::UpdatePiece(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
                                const WorkRange& piece) const {
   ForEachActiveRange(
       step, chunk, piece, [&](const Fragment& fragment, uint64_t first, uint64_t count) {
-        const uint32_t id = fragment.param;
-        const StepParam& param = step.plan.param(id);
-        const ParamShape& shaped = shape_.params[id];
-        const uint64_t element = fragment.begin + first;
-        // The copy brings the state into the caches, from which the update then reads it.
-        if (buffers.old != nullptr)
-          ForEachArray(fragment, first, count, *buffers.old,
-                       [&](const std::byte* state, std::byte* aside, uint64_t bytes) {
-                         kernels_.copy_past_caches(aside, state, bytes);
-                       });
-        UpdateSpan span{};
-        span.grad = GradAddress(param, fragment, buffers, first);
-        span.param = ParamAt(fragment, first, DtypeBytes(table_.param(id).dtype), buffers.params,
-                             param.addresses.data);
-        if (step.capture != nullptr)
-          CopyAside(*step.capture, id, fragment.tier, {element, element + count},
-                    static_cast<const std::byte*>(span.param));
-        span.master = MasterAt(fragment.tier, id, element, span.param);
-        span.moment0 = memory_.At(fragment.tier, id, kMoment0, element);
-        span.moment1 = memory_.At(fragment.tier, id, kMoment1, element);
-        const NotedBits noted = changes_.OnHost(id).From(element);
-        if (step.follow_params && memory_.At(fragment.tier, id, kMaster, element) != nullptr)
-          FollowAndNote(kernels_, table_.param(id).dtype, span.param, count,
-                        static_cast<float*>(span.master), noted);
-        span.rounding = param.rounding;
-        const SpanTypes types{param.grad_dtype, table_.param(id).dtype, shaped.formats()};
-        ForEachStripe(shape_, shaped, element, count,
+        const StepParam& param = step.plan.param(fragment.param);
+        const ParamShape& shaped = shape_.params[fragment.param];
+        if (shaped.is_of_matrices()) return;
+        const Prepared prepared = Prepare(step, fragment, buffers, first, count);
+        ForEachStripe(shape_, shaped, fragment.begin + first, count,
                       [&](uint64_t offset, uint64_t part_count, ElementOrder order) {
-                        UpdateSpan part = Advanced(span, types, offset);
+                        UpdateSpan part = Advanced(prepared.span, prepared.types, offset);
                         part.count = part_count;
                         part.order = order;
-                        UpdateAndNote(kernels_, param.rule, types,
+                        UpdateAndNote(kernels_, param.rule, prepared.types,
                                       step.coefficients[param.coefficients], part,
-                                      noted.From(offset));
+                                      prepared.noted.From(offset));
                       });
       });
 }

@@ -24,7 +24,7 @@ void CpuExecutor::UseRing() {
   slots_.clear();
   slots_.reserve(lanes_.ring().slots());
   for (uint32_t slot = 0; slot < lanes_.ring().slots(); ++slot)
-    slots_.push_back({this, WorkPieces(context_.workers().threads())});
+    slots_.push_back({this, ChunkWork(context_.workers().threads())});
 }
 
 bool CpuExecutor::TakeAhead() { return taken_ < lanes_.ring().slots() && Take(); }
@@ -111,7 +111,7 @@ void CpuExecutor::AwaitWorkers() {
 WorkerPool::Work CpuExecutor::PrepareNext() {
   Slot& slot = slots_[SlotOf(given_++)];
   slot.chunk = slot.taken;
-  slot.pieces.Reset({0, plan_.active_count(slot.chunk)}, kWorkGrainElements, kWorkPieceElements);
+  updater_.Begin(plan_, slot.chunk, {0, plan_.active_count(slot.chunk)}, slot.work);
   return {slot, slot};
 }
 
@@ -137,7 +137,7 @@ void CpuExecutor::Update(Slot& slot, uint32_t worker) {
   const ProfilerRange range("update", slot.chunk);
   const auto index = static_cast<uint32_t>(&slot - slots_.data());
   const ChunkBuffers buffers{lanes_.ring().grads(index), lanes_.ring().params(index)};
-  updater_.Update(task_->step, slot.chunk, buffers, slot.pieces, worker);
+  updater_.Update(task_->step, slot.chunk, buffers, slot.work, worker);
 }
 
 // Jobs finish in the order in which they began, so the finished job is that of the oldest chunk

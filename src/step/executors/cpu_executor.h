@@ -64,7 +64,7 @@ class CpuExecutor {
   // params of `chunk` are copied up.
   struct Slot {
     CpuExecutor* executor;
-    WorkPieces pieces;
+    ChunkWork work;
     uint32_t chunk = 0;
     uint32_t taken = 0;
     uint64_t queued_up = 0;  // the link's queued_up_bytes() after the chunk's copies

@@ -9,14 +9,14 @@ namespace hybridopt {
 namespace {
 
 // An upper bound: one update for each param, one for each stripe, and one for each piece of a
-// gradient that is copied up from the host.
+// gradient that is copied up from the host, and one for each matrix.
 uint64_t DeviceUpdatesMost(const StateShape& shape) {
   if (shape.options.unified) return 0;
   uint64_t pieces = HostMayHoldGrads(shape)
                         ? shape.element_count / shape.options.chunk_elements + shape.params.size()
                         : 0;
   if (shape.largest_unit > 1) pieces *= 2;  // a piece that ends with a unit may be half full
-  return shape.params.size() + pieces + shape.stripes.size();
+  return shape.params.size() + pieces + shape.stripes.size() + shape.matrices;
 }
 
 }  // namespace
@@ -35,7 +35,7 @@ Status DeviceExecutor::Queue(const StepPlan& plan) {
   Device& device = lanes_.device();
   HYBRIDOPT_TRY(device.Record(lanes_.device_updated.begin, lanes_.compute));
   updates_.clear();
-  for (int32_t rule = 0; rule < kRuleCount; ++rule) {
+  for (int32_t rule = 0; rule < kAllRuleCount; ++rule) {
     const size_t first = updates_.size();
     for (uint32_t id = 0; id < table_.size(); ++id)
       if (plan.device_count(id) > 0 && plan.param(id).host_grad == nullptr &&
@@ -77,6 +77,7 @@ DeviceUpdate DeviceExecutor::UpdateOf(const StepPlan& plan, uint32_t id) const {
   update.coefficients = param.coefficients;
   update.formats = shaped.formats();
   update.noted = changes_.OnDevice(id);
+  update.ns_steps = param.ns_steps;
   return update;
 }
 
@@ -99,7 +100,9 @@ Status DeviceExecutor::Launch(const StepPlan& plan, Rule rule, size_t first) {
   launch.updates = std::span(updates_).subspan(first);
   launch.coefficients = plan.coefficients();
   launch.verdict = lanes_.device_verdict;
-  return lanes_.device().Update(lanes_.compute, launch);
+  launch.workspace = lanes_.matrix_workspace;
+  return rule == Rule::kMuon ? lanes_.device().UpdateMatrices(lanes_.compute, launch)
+                             : lanes_.device().Update(lanes_.compute, launch);
 }
 
 // The gradient is copied up piece by piece through one buffer. All work is queued on one stream, so

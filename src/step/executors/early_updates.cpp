@@ -70,7 +70,7 @@ Status EarlyUpdates::Start() {
     HYBRIDOPT_ASSIGN(event, device_.CreateEvent("early params uploaded"));
   }
   for (uint32_t job = 0; job < kJobs; ++job)
-    jobs_.push_back({this, WorkPieces(context_.workers().threads())});
+    jobs_.push_back({this, ChunkWork(context_.workers().threads())});
   request_.addresses.resize(table_.size());
   request_.host_grads.resize(table_.size(), HostGrad::kStored);
   request_.groups.resize(table_.groups().size());
@@ -206,7 +206,7 @@ Status EarlyUpdates::Undo() {
 Status EarlyUpdates::Restore() {
   for (uint32_t number = 0; number < begun_; ++number) {
     const Early& early = chunks_[number];
-    WorkPieces& pieces = jobs_[0].pieces;
+    WorkPieces& pieces = jobs_[0].work.pieces;
     pieces.Reset({0, ElementsOf(early)}, kWorkGrainElements, kWorkPieceElements);
     HYBRIDOPT_TRY(pieces.Share(context_.workers(), [&](uint32_t worker) {
       updater_.Restore(plan_.fragments(early.chunk), ElementsOf(early), early.old, pieces, worker);
@@ -222,14 +222,15 @@ void EarlyUpdates::Update(Job& job, uint32_t worker) {
   const Early& early = chunks_[job.number];
   const ProfilerRange range("update early", early.chunk);
   const ChunkBuffers buffers{nullptr, early.params, &early.old};
-  updater_.Update({plan_, coefficients_, nullptr}, early.chunk, buffers, job.pieces, worker);
+  updater_.Update({plan_, coefficients_, nullptr}, early.chunk, buffers, job.work, worker);
 }
 
 // Requires mutex_.
 WorkerPool::Work EarlyUpdates::NextWork() {
   Job& job = jobs_[begun_ % kJobs];
   job.number = begun_++;
-  job.pieces.Reset({0, ElementsOf(chunks_[job.number])}, kWorkGrainElements, kWorkPieceElements);
+  const Early& early = chunks_[job.number];
+  updater_.Begin(plan_, early.chunk, {0, ElementsOf(early)}, job.work);
   return {job, job};
 }
 

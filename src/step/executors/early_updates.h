@@ -101,7 +101,7 @@ class EarlyUpdates {
   // The workers' job for one chunk.
   struct Job {
     EarlyUpdates* early;
-    WorkPieces pieces;
+    ChunkWork work;
     uint32_t number = 0;  // index into chunks_
 
     void operator()(uint32_t worker) { early->Update(*this, worker); }

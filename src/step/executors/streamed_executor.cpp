@@ -10,10 +10,10 @@ namespace hybridopt {
 namespace {
 
 // An upper bound: one update for each fragment, and one more for each stripe that begins inside a
-// fragment.
+// fragment, and one for each matrix.
 uint64_t StreamedUpdatesMost(const StateShape& shape) {
   if (!shape.options.streams_state) return 0;
-  return shape.params.size() + ChunksMost(shape) + shape.stripes.size();
+  return shape.params.size() + ChunksMost(shape) + shape.stripes.size() + shape.matrices;
 }
 
 }  // namespace
@@ -175,7 +175,7 @@ Status StreamedExecutor::QueueUpdate(uint32_t number) {
   std::byte* const data = lanes_.stream_slot_data(SlotOf(number));
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.state_update, slot.up.end));
   HYBRIDOPT_TRY(device_.Record(slot.updated.begin, lanes_.state_update));
-  for (int32_t rule = 0; rule < kRuleCount; ++rule) {
+  for (int32_t rule = 0; rule < kAllRuleCount; ++rule) {
     const size_t first = updates_.size();
     for (const Fragment& fragment : plan_.fragments(chunks_[SlotOf(number)]))
       if (plan_.param(fragment.param).active && plan_.param(fragment.param).rule == Rule{rule})
@@ -203,7 +203,9 @@ Status StreamedExecutor::Launch(Rule rule, size_t first) {
   launch.updates = std::span(updates_).subspan(first);
   launch.coefficients = plan_.coefficients();
   launch.verdict = lanes_.device_verdict;
-  return device_.Update(lanes_.state_update, launch);
+  launch.workspace = lanes_.stream_matrix_workspace;
+  return rule == Rule::kMuon ? device_.UpdateMatrices(lanes_.state_update, launch)
+                             : device_.Update(lanes_.state_update, launch);
 }
 
 // The update reads and writes state in the slot; gradient and param are at the caller's addresses.
@@ -232,6 +234,7 @@ DeviceUpdate StreamedExecutor::UpdateOf(const Fragment& fragment, std::byte* slo
   update.coefficients = param.coefficients;
   update.formats = shaped.formats();
   update.noted = changes_.OnDevice(id).From(fragment.begin);
+  update.ns_steps = param.ns_steps;
   return update;
 }
 

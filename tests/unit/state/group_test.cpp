@@ -16,7 +16,8 @@ bool UsesBetas(int32_t algorithm) {
   return algorithm == OFFLOAD_ADAMW || algorithm == OFFLOAD_ADAM || algorithm == OFFLOAD_LION;
 }
 bool UsesEps(int32_t algorithm) {
-  return algorithm == OFFLOAD_ADAMW || algorithm == OFFLOAD_ADAM || algorithm == OFFLOAD_ADAGRAD;
+  return algorithm == OFFLOAD_ADAMW || algorithm == OFFLOAD_ADAM || algorithm == OFFLOAD_ADAGRAD ||
+         algorithm == OFFLOAD_MUON;
 }
 
 // The smallest values that an algorithm accepts: all zero, except eps.
@@ -40,11 +41,12 @@ const Field kFields[] = {
     {"beta2", &offload_group_t::beta2, UsesBetas},
     {"eps", &offload_group_t::eps, UsesEps},
     {"momentum", &offload_group_t::momentum,
-     [](int32_t a) { return a == OFFLOAD_SGD || a == OFFLOAD_SIGNUM; }},
+     [](int32_t a) { return a == OFFLOAD_SGD || a == OFFLOAD_SIGNUM || a == OFFLOAD_MUON; }},
     {"dampening", &offload_group_t::dampening, [](int32_t a) { return a == OFFLOAD_SGD; }},
     {"lr_decay", &offload_group_t::lr_decay, [](int32_t a) { return a == OFFLOAD_ADAGRAD; }},
     {"initial_accumulator_value", &offload_group_t::initial_accumulator_value,
      [](int32_t a) { return a == OFFLOAD_ADAGRAD; }},
+    {"update_rms", &offload_group_t::update_rms, [](int32_t a) { return a == OFFLOAD_MUON; }},
 };
 
 void ExpectRefused(int32_t algorithm, const offload_group_t& group, const std::string& field) {
@@ -100,8 +102,44 @@ TEST(Group, SignumsMomentumStaysBelowOneInDouble) {
   EXPECT_TRUE(ValidateGroup(OFFLOAD_SGD, group).ok());
 }
 
+TEST(Group, NewtonSchulzHasFiniteCoefficientsOfEitherSign) {
+  for (const Algorithm& row : kAlgorithms)
+    for (const GroupField& field : kGroupFields) {
+      if (field.readers[0].range != kFinite) continue;
+      offload_group_t group = Least(row.value);
+      for (const double good : {-4.775, 2.0315}) {
+        group.*field.number = good;
+        if (row.value == OFFLOAD_MUON)
+          EXPECT_TRUE(ValidateGroup(row.value, group).ok()) << field.name;
+        else
+          ExpectRefused(row.value, group, field.name);
+      }
+      for (const double bad : {std::numeric_limits<double>::quiet_NaN(), -1e39}) {
+        group.*field.number = bad;
+        ExpectRefused(row.value, group, field.name);
+      }
+    }
+}
+
+TEST(Group, NewtonSchulzHasZeroToNinetyNineSteps) {
+  for (const Algorithm& row : kAlgorithms) {
+    offload_group_t group = Least(row.value);
+    for (const int32_t steps : {1, 99}) {
+      group.ns_steps = steps;
+      if (row.value == OFFLOAD_MUON)
+        EXPECT_TRUE(ValidateGroup(row.value, group).ok()) << steps;
+      else
+        ExpectRefused(row.value, group, "ns_steps");
+    }
+    for (const int32_t bad : {-1, 100, INT32_MIN}) {
+      group.ns_steps = bad;
+      ExpectRefused(row.value, group, "ns_steps");
+    }
+  }
+}
+
 TEST(Group, EpsIsAboveZeroInFp32) {
-  for (const int32_t algorithm : {OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_ADAGRAD}) {
+  for (const int32_t algorithm : {OFFLOAD_ADAMW, OFFLOAD_ADAM, OFFLOAD_ADAGRAD, OFFLOAD_MUON}) {
     offload_group_t group = Least(algorithm);
     for (const double good : {1e-45, 1e-40, 1e-8, 1.0}) {
       group.eps = good;

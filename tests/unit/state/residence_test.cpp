@@ -29,7 +29,8 @@ struct Case {
 
 Case RandomCase(Random& random) {
   Case one;
-  const int32_t algorithm = kAlgorithms[random.Below(std::size(kAlgorithms))].value;
+  int32_t algorithm = kAlgorithms[random.Below(std::size(kAlgorithms))].value;
+  if (IsOfMatrices(algorithm)) algorithm = OFFLOAD_SIGNUM;  // these params are no matrices
   one.table = std::make_unique<ParamTable>(algorithm, *one.device);
   for (const double momentum : {0.0, 0.9}) {
     offload_group_t group{};

@@ -30,6 +30,7 @@ pub const OFFLOAD_SGD: i32 = 3;
 pub const OFFLOAD_LION: i32 = 4;
 pub const OFFLOAD_ADAGRAD: i32 = 5;
 pub const OFFLOAD_SIGNUM: i32 = 6;
+pub const OFFLOAD_MUON: i32 = 7;
 
 pub const OFFLOAD_FP32: i32 = 1;
 pub const OFFLOAD_BF16: i32 = 2;
@@ -210,7 +211,11 @@ pub struct offload_group_t {
     pub lr_decay: f64,
     pub initial_accumulator_value: f64,
     pub algorithm: i32,
-    pub reserved: u32,
+    pub ns_steps: i32,
+    pub ns_a: f64,
+    pub ns_b: f64,
+    pub ns_c: f64,
+    pub update_rms: f64,
 }
 default_is_zero!(offload_group_t);
 

@@ -17,6 +17,8 @@ pub enum Algorithm {
     Adagrad,
     /// SignSGD with momentum: sign of averaged gradients; state exp_avg.
     Signum,
+    /// Newton-Schulz of momentum, for matrices; state momentum_buffer.
+    Muon,
 }
 
 impl Algorithm {
@@ -28,6 +30,7 @@ impl Algorithm {
             Algorithm::Lion => sys::OFFLOAD_LION,
             Algorithm::Adagrad => sys::OFFLOAD_ADAGRAD,
             Algorithm::Signum => sys::OFFLOAD_SIGNUM,
+            Algorithm::Muon => sys::OFFLOAD_MUON,
         }
     }
 }

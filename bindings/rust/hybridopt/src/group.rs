@@ -15,11 +15,12 @@ pub struct Group {
     pub beta1: f64,
     /// AdamW, Adam, Lion; in [0, 1).
     pub beta2: f64,
-    /// AdamW, Adam, Adagrad; above 0.
+    /// AdamW, Adam, Adagrad, Muon; above 0.
     pub eps: f64,
     /// All algorithms.
     pub weight_decay: f64,
-    /// SGD; commit fixes whether it is zero, see offload_optimizer_set_group. Signum: in [0, 1).
+    /// SGD; commit fixes whether it is zero, see offload_optimizer_set_group. Signum, Muon: in [0,
+    /// 1).
     pub momentum: f64,
     /// SGD; needs momentum > 0.
     pub dampening: f64,
@@ -27,13 +28,25 @@ pub struct Group {
     pub lr_decay: f64,
     /// Adagrad; commit fills sum with it, later it has no effect.
     pub initial_accumulator_value: f64,
-    /// SGD; needs momentum > 0 and dampening 0.
+    /// SGD, Muon; needs momentum > 0 and dampening 0.
     pub nesterov: bool,
     /// `true`: step along the gradient; `false`: against it.
     pub maximize: bool,
     /// AdamW; `true`: an element gets no weight decay if the update, without the decay, moves it
     /// away from zero.
     pub cautious_weight_decay: bool,
+    /// Muon; steps of Newton-Schulz, at most 99; 0 = 5.
+    pub ns_steps: i32,
+    /// Muon; the coefficients of a step, finite, of either sign; all three 0 = 3.4445, -4.775,
+    /// 2.0315.
+    pub ns_a: f64,
+    /// Muon; as ns_a.
+    pub ns_b: f64,
+    /// Muon; as ns_a.
+    pub ns_c: f64,
+    /// Muon; if it is 0, a matrix has lr * max(1, rows / cols)^0.5; else lr * update_rms *
+    /// max(rows, cols)^0.5, where 0.2 fits the lr of AdamW.
+    pub update_rms: f64,
 }
 
 impl Group {
@@ -52,6 +65,11 @@ impl Group {
             nesterov: i32::from(self.nesterov),
             maximize: i32::from(self.maximize),
             cautious_weight_decay: i32::from(self.cautious_weight_decay),
+            ns_steps: self.ns_steps,
+            ns_a: self.ns_a,
+            ns_b: self.ns_b,
+            ns_c: self.ns_c,
+            update_rms: self.update_rms,
             ..Default::default()
         }
     }

@@ -44,6 +44,7 @@ OFFLOAD_SGD = 3
 OFFLOAD_LION = 4
 OFFLOAD_ADAGRAD = 5
 OFFLOAD_SIGNUM = 6
+OFFLOAD_MUON = 7
 OFFLOAD_FP32 = 1
 OFFLOAD_BF16 = 2
 OFFLOAD_FP16 = 3
@@ -261,7 +262,11 @@ class offload_group_t(Struct):
     lr_decay: float
     initial_accumulator_value: float
     algorithm: int
-    reserved: int
+    ns_steps: int
+    ns_a: float
+    ns_b: float
+    ns_c: float
+    update_rms: float
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("nesterov", ctypes.c_int32),
@@ -277,7 +282,11 @@ class offload_group_t(Struct):
         ("lr_decay", ctypes.c_double),
         ("initial_accumulator_value", ctypes.c_double),
         ("algorithm", ctypes.c_int32),
-        ("reserved", ctypes.c_uint32),
+        ("ns_steps", ctypes.c_int32),
+        ("ns_a", ctypes.c_double),
+        ("ns_b", ctypes.c_double),
+        ("ns_c", ctypes.c_double),
+        ("update_rms", ctypes.c_double),
     ]
 
 
@@ -1031,6 +1040,13 @@ ALGORITHMS: dict[int, Algorithm] = {
         {"exp_avg": OFFLOAD_STATE_EXP_AVG},
         False,
         ("lr", "weight_decay", "momentum", "maximize"),
+        False,
+    ),
+    OFFLOAD_MUON: Algorithm(
+        "Muon",
+        {"momentum_buffer": OFFLOAD_STATE_MOMENTUM_BUFFER},
+        False,
+        ("lr", "eps", "weight_decay", "momentum", "nesterov", "maximize", "ns_steps", "ns_a", "ns_b", "ns_c", "update_rms"),
         False,
     ),
 }

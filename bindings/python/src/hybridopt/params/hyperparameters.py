@@ -13,8 +13,6 @@ from ..base.checks import is_number, is_switch, shown
 
 BETAS = ("beta1", "beta2")
 
-_BY_NAME = {row.name.lower(): value for value, row in abi.ALGORITHMS.items()}
-
 # What a group that names its algorithm may leave out, beside lr, weight_decay and maximize, which all
 # algorithms have and which the optimizer's arguments give: the defaults of hybridopt's class of that name.
 OWN_DEFAULTS: dict[int, dict[str, Any]] = {
@@ -25,6 +23,8 @@ OWN_DEFAULTS: dict[int, dict[str, Any]] = {
     abi.OFFLOAD_ADAGRAD: {"lr_decay": 0, "initial_accumulator_value": 0, "eps": 1e-10},
     abi.OFFLOAD_SIGNUM: {"momentum": 0.9},
 }
+# Muon is not there in Python yet.
+_BY_NAME = {abi.ALGORITHMS[value].name.lower(): value for value in OWN_DEFAULTS}
 
 
 def named_algorithm(index: int, group: dict[str, Any]) -> int | None:

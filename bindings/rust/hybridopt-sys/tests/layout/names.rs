@@ -94,7 +94,11 @@ pub fn table() -> Table {
         lr_decay,
         initial_accumulator_value,
         algorithm,
-        reserved,
+        ns_steps,
+        ns_a,
+        ns_b,
+        ns_c,
+        update_rms,
     });
     fields!(table, offload_shard_t {
         struct_size,
@@ -409,6 +413,7 @@ pub fn table() -> Table {
         OFFLOAD_LION,
         OFFLOAD_ADAGRAD,
         OFFLOAD_SIGNUM,
+        OFFLOAD_MUON,
     );
     values!(table,
         OFFLOAD_FP32,

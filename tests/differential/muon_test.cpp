@@ -1,0 +1,586 @@
+// Muon: params of matrices, each updated as a whole, beside params of AdamW in one optimizer. The
+// bits are the same on the host device and on the simulated one, at any device fraction, with any
+// executor, number of threads and size of chunks and rings, across save and resume, and if a stack
+// of matrices is cut between ranks; and each update is the one that torch.optim.Muon's formulas in
+// float64 give, as far as products in bf16 allow.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <limits>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../devices.h"
+#include "../fault/trainer.h"
+#include "../matrix_problem.h"
+#include "../temporary_directory.h"
+#include "problem.h"
+
+namespace hybridopt {
+namespace {
+
+using fault::ExpectError;
+using fault::Make;
+
+struct Tensor {
+  std::vector<int64_t> shape;
+  int32_t dtype;
+  int32_t grad_dtype;
+  uint32_t group;
+  // The part of the first dimension that this rank has; end 0: all of it.
+  int64_t begin = 0;
+  int64_t end = 0;
+
+  int64_t first_extent() const { return (end == 0 ? shape[0] : end) - begin; }
+  uint64_t row_count() const {  // elements of one index of the first dimension
+    uint64_t count = 1;
+    for (size_t i = 1; i < shape.size(); ++i) count *= static_cast<uint64_t>(shape[i]);
+    return count;
+  }
+  uint64_t count() const { return static_cast<uint64_t>(first_extent()) * row_count(); }
+};
+
+// Matrices that are tall, wide, square, larger than a chunk and much smaller; a stack; none at all.
+// Group 2 is AdamW's.
+std::vector<Tensor> Tensors() {
+  return {{{40, 30}, OFFLOAD_BF16, OFFLOAD_FP32, 0},    {{30, 40}, OFFLOAD_FP32, OFFLOAD_BF16, 0},
+          {{5, 20, 25}, OFFLOAD_BF16, OFFLOAD_BF16, 1}, {{3000}, OFFLOAD_BF16, OFFLOAD_FP32, 2},
+          {{65, 33}, OFFLOAD_FP16, OFFLOAD_FP32, 1},    {{1, 7}, OFFLOAD_FP32, OFFLOAD_FP32, 0},
+          {{64, 64}, OFFLOAD_BF16, OFFLOAD_BF16, 0},    {{77}, OFFLOAD_FP32, OFFLOAD_FP16, 2},
+          {{0, 5}, OFFLOAD_BF16, OFFLOAD_BF16, 0},      {{90, 17}, OFFLOAD_BF16, OFFLOAD_FP16, 1},
+          {{4, 6, 9}, OFFLOAD_FP32, OFFLOAD_FP32, 0}};
+}
+
+std::vector<offload_group_t> Groups() {
+  std::vector<offload_group_t> groups(3, Make<offload_group_t>());
+  groups[0].lr = 0.02;
+  groups[0].weight_decay = 0.1;
+  groups[0].momentum = 0.95;
+  groups[0].nesterov = 1;
+  groups[0].eps = 1e-7;
+  groups[1] = groups[0];
+  groups[1].nesterov = 0;
+  groups[1].maximize = 1;
+  groups[1].momentum = 0.4;
+  groups[1].update_rms = 0.2;
+  groups[1].ns_steps = 3;
+  groups[1].ns_a = 3;
+  groups[1].ns_b = -3.2;
+  groups[1].ns_c = 1.2;
+  groups[2].algorithm = OFFLOAD_ADAMW;
+  groups[2].lr = 0.01;
+  groups[2].weight_decay = 0.1;
+  groups[2].beta1 = 0.9;
+  groups[2].beta2 = 0.99;
+  groups[2].eps = 1e-8;
+  return groups;
+}
+
+struct Setting : offload_optimizer_options_t {
+  Setting() : offload_optimizer_options_t(Make<offload_optimizer_options_t>()) {
+    algorithm = OFFLOAD_MUON;
+    chunk_elements = 1024;
+  }
+  int32_t device = OFFLOAD_DEVICE_HOST;
+  uint32_t threads = 1;
+  uint64_t seed = 1;
+  bool offloads_grads = false;
+  bool assumes_finite = false;
+};
+
+constexpr uint64_t kSteps = 6;
+constexpr uint64_t kSkipped = 3;  // has a gradient that is not a number
+constexpr uint64_t kMissing = 4;  // lacks the gradient of the first param
+constexpr int32_t kKinds[] = {OFFLOAD_STATE_MASTER, OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ,
+                              OFFLOAD_STATE_MOMENTUM_BUFFER};
+
+class Training {
+ public:
+  explicit Training(const Setting& setting, std::vector<Tensor> tensors = Tensors())
+      : setting_(setting), tensors_(std::move(tensors)) {
+    auto options = Make<offload_context_options_t>();
+    options.device_kind = setting_.device;
+    options.threads = setting_.threads;
+    if (setting_.device == OFFLOAD_DEVICE_SIM) {
+      options.sim_memory_bytes = uint64_t{1} << 24;
+      options.sim_seed = setting_.seed;
+      options.sim_delay_ns_max = 20'000;
+    }
+    EXPECT_OFFLOAD_OK(offload_context_create(&options, &context));
+    EXPECT_OFFLOAD_OK(offload_optimizer_create(context, &setting_, &optimizer));
+    uint32_t group_id = 0;
+    for (const offload_group_t& group : Groups())
+      EXPECT_OFFLOAD_OK(offload_optimizer_add_group(optimizer, &group, &group_id));
+    for (uint32_t id = 0; id < tensors_.size(); ++id) Add(id);
+    EXPECT_OFFLOAD_OK(offload_optimizer_commit(optimizer, nullptr));
+  }
+  ~Training() {
+    EXPECT_OFFLOAD_OK(offload_optimizer_destroy(optimizer));
+    EXPECT_OFFLOAD_OK(offload_context_destroy(context));
+  }
+  Training(const Training&) = delete;
+  Training& operator=(const Training&) = delete;
+
+  offload_step_result_t Step(uint64_t number) {
+    SetGrads(number);
+    ChangeGroup(number);
+    if (setting_.offloads_grads) {
+      auto move = Make<offload_move_options_t>();
+      offload_ticket_t moved = 0;
+      EXPECT_OFFLOAD_OK(offload_optimizer_offload_grads(optimizer, &move, &moved));
+      EXPECT_OFFLOAD_OK(offload_optimizer_wait(optimizer, moved, -1));
+    }
+    auto options = Make<offload_step_options_t>();
+    if (setting_.assumes_finite) options.flags = OFFLOAD_STEP_ASSUME_FINITE;
+    if (number % 2 == 1 && !setting_.assumes_finite) {
+      options.grad_norm_max = 0.5;
+      options.grad_scale = 8;
+    }
+    EXPECT_OFFLOAD_OK(offload_optimizer_step(optimizer, &options, &ticket));
+    EXPECT_OFFLOAD_OK(offload_optimizer_wait(optimizer, ticket, -1));
+    auto result = Make<offload_step_result_t>();
+    EXPECT_OFFLOAD_OK(offload_optimizer_step_result(optimizer, ticket, &result));
+    return result;
+  }
+  void Steps(uint64_t begin, uint64_t end) {
+    for (uint64_t number = begin; number < end; ++number) (void)Step(number);
+  }
+
+  std::vector<float> State(uint32_t id, int32_t kind) const {
+    std::vector<float> values(tensors_[id].count());
+    if (offload_optimizer_read_state(optimizer, id, kind, 0, values.size(), values.data()) !=
+        OFFLOAD_OK)
+      values.clear();
+    return values;
+  }
+  // Params and state of one tensor, or of all.
+  std::string Bits(uint32_t id) const {
+    std::string bits(tensors_[id].count() * DtypeBytes(tensors_[id].dtype), '\0');
+    if (!bits.empty()) {
+      EXPECT_OFFLOAD_OK(
+          offload_device_download(context, bits.data(), data_[id], bits.size(), nullptr));
+    }
+    for (const int32_t kind : kKinds) {
+      const std::vector<float> values = State(id, kind);
+      bits.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float));
+    }
+    return bits;
+  }
+  std::vector<std::string> Bits() const {
+    std::vector<std::string> bits;
+    for (uint32_t id = 0; id < tensors_.size(); ++id) bits.push_back(Bits(id));
+    return bits;
+  }
+  offload_plan_t Plan() const {
+    auto plan = Make<offload_plan_t>();
+    EXPECT_OFFLOAD_OK(offload_optimizer_plan(optimizer, &plan));
+    return plan;
+  }
+  void Save(const std::string& path) {
+    auto options = Make<offload_save_options_t>();
+    options.path = path.c_str();
+    EXPECT_OFFLOAD_OK(offload_optimizer_save(optimizer, &options, &saved));
+  }
+  void Load(const std::string& path) {
+    auto options = Make<offload_load_options_t>();
+    options.path = path.c_str();
+    EXPECT_OFFLOAD_OK(offload_optimizer_load(optimizer, &options, &ticket));
+    EXPECT_OFFLOAD_OK(offload_optimizer_wait(optimizer, ticket, -1));
+  }
+
+  // The gradient of a step, as the float64 test needs it.
+  std::vector<float> Grad(uint64_t number, uint32_t id) const {
+    const Tensor& tensor = tensors_[id];
+    Tensor whole = tensor;
+    whole.begin = whole.end = 0;
+    Random random(1000 * number + id + 1);
+    std::vector<float> values(whole.count());
+    for (float& value : values) value = random.SignedUnit();
+    if (number == kSkipped && id == 2 && !values.empty() && !setting_.assumes_finite)
+      values[values.size() / 2] = std::numeric_limits<float>::quiet_NaN();
+    return Part(tensor, values);
+  }
+
+  offload_context_t context = nullptr;
+  offload_optimizer_t optimizer = nullptr;
+  offload_ticket_t ticket = 0, saved = 0;
+
+ private:
+  static std::vector<float> Part(const Tensor& tensor, const std::vector<float>& values) {
+    const uint64_t first = static_cast<uint64_t>(tensor.begin) * tensor.row_count();
+    const auto begin = values.begin() + static_cast<ptrdiff_t>(first);
+    return {begin, begin + static_cast<ptrdiff_t>(tensor.count())};
+  }
+
+  void Add(uint32_t id) {
+    const Tensor& tensor = tensors_[id];
+    data_.push_back(nullptr);
+    grads_.push_back(nullptr);
+    names_.push_back("tensor" + std::to_string(id));
+    Tensor whole = tensor;
+    whole.begin = whole.end = 0;
+    Random random(id + 77);
+    std::vector<float> values(whole.count());
+    for (float& value : values) value = random.SignedUnit() / 10;
+    if (tensor.count() > 0) {
+      Upload(&data_[id], Narrowed(Part(tensor, values), tensor.dtype));
+      Upload(&grads_[id], Narrowed(Grad(0, id), tensor.grad_dtype));
+    }
+    std::vector<int64_t> offset(tensor.shape.size(), 0), extent = tensor.shape;
+    offset[0] = tensor.begin;
+    extent[0] = tensor.first_extent();
+    auto shard = Make<offload_shard_t>();
+    shard.dimensions = static_cast<uint32_t>(tensor.shape.size());
+    shard.box_count = 1;
+    shard.global_shape = tensor.shape.data();
+    shard.box_offsets = offset.data();
+    shard.box_extents = extent.data();
+    auto param = Make<offload_param_t>();
+    param.group = tensor.group;
+    param.dtype = tensor.dtype;
+    param.grad_dtype = tensor.grad_dtype;
+    param.name = names_.back().c_str();
+    param.data = data_[id];
+    param.grad = grads_[id];
+    param.count = tensor.count();
+    param.shard = &shard;
+    EXPECT_OFFLOAD_OK(offload_optimizer_add_params(optimizer, &param, 1, nullptr));
+  }
+
+  void Upload(void** to, const std::vector<std::byte>& bytes) {
+    if (*to == nullptr) {
+      EXPECT_OFFLOAD_OK(offload_device_alloc(context, bytes.size(), to));
+    }
+    EXPECT_OFFLOAD_OK(offload_device_upload(context, *to, bytes.data(), bytes.size(), nullptr));
+  }
+
+  void SetGrads(uint64_t number) {
+    for (uint32_t id = 0; id < tensors_.size(); ++id) {
+      if (tensors_[id].count() == 0) continue;
+      Upload(&grads_[id], Narrowed(Grad(number, id), tensors_[id].grad_dtype));
+      auto binding = Make<offload_binding_t>();
+      binding.param = id;
+      const bool is_missing = number == kMissing && id == 0 && !setting_.offloads_grads;
+      binding.grad = is_missing ? nullptr : grads_[id];
+      EXPECT_OFFLOAD_OK(offload_optimizer_bind(optimizer, &binding, 1));
+    }
+  }
+
+  // The last steps have other coefficients.
+  void ChangeGroup(uint64_t number) {
+    if (number != kSteps - 2) return;
+    offload_group_t group = Groups()[0];
+    group.lr = 0.005;
+    group.ns_steps = 2;
+    EXPECT_OFFLOAD_OK(offload_optimizer_set_group(optimizer, 0, &group));
+  }
+
+  Setting setting_;
+  const std::vector<Tensor> tensors_;
+  std::vector<std::string> names_;
+  std::vector<void*> data_, grads_;
+};
+
+std::vector<std::string> BitsOf(const Setting& setting) {
+  Training training(setting);
+  training.Steps(0, kSteps);
+  return training.Bits();
+}
+
+void ExpectSame(const std::vector<std::string>& got, const std::vector<std::string>& expected) {
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t id = 0; id < got.size(); ++id)
+    EXPECT_TRUE(got[id] == expected[id]) << "tensor " << id << " has other bits";
+}
+
+Setting WithState(const StateChoice& state) {
+  Setting setting;
+  state.Put(setting);
+  return setting;
+}
+
+// Settings that must not change a bit.
+std::map<std::string, std::function<void(Setting&)>> Variations() {
+  const auto sim = [](auto change) {
+    return [change](Setting& s) {
+      s.device = OFFLOAD_DEVICE_SIM;
+      s.threads = 2;
+      change(s);
+    };
+  };
+  return {
+      {"host, 3 threads", [](Setting& s) { s.threads = 3; }},
+      {"sim, cpu", sim([](Setting& s) { s.host_executors = OFFLOAD_EXECUTORS_CPU; })},
+      {"sim, cpu, large chunks", sim([](Setting& s) {
+         s.host_executors = OFFLOAD_EXECUTORS_CPU;
+         s.chunk_elements = 8192;
+         s.threads = 3;
+         s.staging_slots = 2;
+       })},
+      {"sim, cpu, half", sim([](Setting& s) {
+         s.host_executors = OFFLOAD_EXECUTORS_CPU;
+         s.device_fraction = 0.5;
+       })},
+      {"sim, streamed", sim([](Setting& s) { s.host_executors = OFFLOAD_EXECUTORS_STREAMED; })},
+      {"sim, streamed, a third", sim([](Setting& s) {
+         s.host_executors = OFFLOAD_EXECUTORS_STREAMED;
+         s.device_fraction = 0.33;
+         s.chunk_elements = 3000;
+       })},
+      {"sim, both", sim([](Setting& s) { s.device_fraction = 0.1; })},
+      {"sim, device", sim([](Setting& s) { s.device_fraction = 1; })},
+      {"sim, changes", sim([](Setting& s) {
+         s.device_fraction = 0.4;
+         s.track_changes = 1;
+       })},
+  };
+}
+
+class MuonTest : public testing::TestWithParam<StateChoice> {};
+
+TEST_P(MuonTest, NoSettingChangesABit) {
+  const std::vector<std::string> expected = BitsOf(WithState(GetParam()));
+  for (const auto& [name, vary] : Variations()) {
+    SCOPED_TRACE(name);
+    Setting setting = WithState(GetParam());
+    vary(setting);
+    ExpectSame(BitsOf(setting), expected);
+  }
+}
+
+// The save runs while the next steps wait for room, and the state comes back under other settings.
+TEST_P(MuonTest, ResumingChangesNoBit) {
+  for (const int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM})
+    for (const uint64_t buffer_bytes : {uint64_t{0}, uint64_t{1} << 20}) {
+      const TemporaryDirectory directory;
+      Setting setting = WithState(GetParam());
+      setting.device = device;
+      setting.threads = 2;
+      setting.device_fraction = device == OFFLOAD_DEVICE_SIM ? 0.4 : 0;
+      setting.save_buffer_bytes = buffer_bytes;
+      Training first(setting);
+      first.Steps(0, 2);
+      first.Save(directory / "saved");
+      first.Steps(2, kSteps);
+      EXPECT_OFFLOAD_OK(offload_optimizer_wait(first.optimizer, first.saved, -1));
+      setting.device = OFFLOAD_DEVICE_SIM;
+      setting.device_fraction = 0.7;
+      setting.chunk_elements = 2048;
+      Training second(setting);
+      second.Load(directory / "saved");
+      second.Steps(2, kSteps);
+      ExpectSame(second.Bits(), first.Bits());
+      ExpectSame(first.Bits(), BitsOf(WithState(GetParam())));
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(States, MuonTest, testing::ValuesIn(StateChoices()));
+
+TEST(Muon, ChangesOfTheFractionCutBetweenMatrices) {
+  Setting setting;
+  const std::vector<std::string> expected = BitsOf(setting);
+  setting.device = OFFLOAD_DEVICE_SIM;
+  Training training(setting);
+  for (uint64_t number = 0; number < kSteps; ++number) {
+    const double fraction = 0.19 * static_cast<double>((number * 3) % 5);
+    EXPECT_OFFLOAD_OK(offload_optimizer_set_device_fraction(training.optimizer, fraction, nullptr));
+    (void)training.Step(number);
+  }
+  ExpectSame(training.Bits(), expected);
+}
+
+TEST(Muon, UpdatesBeforeTheStepAndGradientsOnTheHostChangeNoBit) {
+  Setting setting;
+  setting.device = OFFLOAD_DEVICE_SIM;
+  setting.movable = OFFLOAD_MOVABLE_GRADS;
+  setting.offloads_grads = true;
+  setting.threads = 2;
+  const std::vector<std::string> expected = BitsOf(setting);
+  setting.device_fraction = 0.6;
+  ExpectSame(BitsOf(setting), expected);
+  setting.device_fraction = 0.2;
+  setting.host_executors = OFFLOAD_EXECUTORS_STREAMED;
+  ExpectSame(BitsOf(setting), expected);
+  setting.host_executors = OFFLOAD_EXECUTORS_CPU;
+  setting.early_update_bytes = uint64_t{1} << 22;
+  Training training(setting);
+  uint64_t early = 0, undone = 0;
+  for (uint64_t number = 0; number < kSteps; ++number) {
+    const offload_step_result_t result = training.Step(number);
+    early += result.early_elements;
+    undone += result.undone_elements;
+  }
+  EXPECT_GT(early + undone, 0u);
+  ExpectSame(training.Bits(), expected);
+}
+
+// Without a norm each matrix of a stack is a problem of its own.
+TEST(Muon, AStackThatRanksShareHasTheSameBits) {
+  for (const int32_t moments : {0, int32_t{OFFLOAD_BF16}}) {
+    Setting setting;
+    setting.moment_dtype = moments;
+    setting.rounding_seed = moments != 0 ? 5 : 0;
+    setting.assumes_finite = true;
+    const Tensor stack = {{5, 20, 25}, OFFLOAD_BF16, OFFLOAD_BF16, 1};
+    Training whole(setting, {stack});
+    whole.Steps(0, 3);
+    std::vector<float> masters, momenta;
+    for (const auto& [begin, end] : {std::pair{0, 2}, std::pair{2, 5}}) {
+      Tensor part = stack;
+      part.begin = begin;
+      part.end = end;
+      Training rank(setting, {part});
+      rank.Steps(0, 3);
+      for (const float value : rank.State(0, OFFLOAD_STATE_MASTER)) masters.push_back(value);
+      for (const float value : rank.State(0, OFFLOAD_STATE_MOMENTUM_BUFFER))
+        momenta.push_back(value);
+    }
+    EXPECT_EQ(masters, whole.State(0, OFFLOAD_STATE_MASTER));
+    EXPECT_EQ(momenta, whole.State(0, OFFLOAD_STATE_MOMENTUM_BUFFER));
+  }
+}
+
+// ------------------------------------------------------------------------------------- float64 --
+
+Matrix MatrixAt(const std::vector<float>& values, uint64_t first, uint64_t rows, uint64_t cols) {
+  Matrix matrix(rows, cols);
+  for (uint64_t i = 0; i < rows * cols; ++i) matrix.at[i] = values[first + i];
+  return matrix;
+}
+
+// Steps begin at the library's own state, so that errors of earlier steps do not add up.
+TEST(Muon, UpdatesAreThoseOfFloat64) {
+  Setting setting;
+  setting.assumes_finite = true;
+  std::vector<Tensor> tensors;
+  for (const uint32_t group : {0u, 1u}) {
+    tensors.push_back({{48, 20}, OFFLOAD_FP32, OFFLOAD_FP32, group});
+    tensors.push_back({{20, 48}, OFFLOAD_FP32, OFFLOAD_FP32, group});
+    tensors.push_back({{3, 24, 24}, OFFLOAD_FP32, OFFLOAD_FP32, group});
+  }
+  Training training(setting, tensors);
+  for (uint64_t number = 0; number < 3; ++number) {
+    std::vector<std::vector<float>> masters, momenta;
+    for (uint32_t id = 0; id < tensors.size(); ++id) {
+      masters.push_back(training.State(id, OFFLOAD_STATE_MASTER));
+      momenta.push_back(training.State(id, OFFLOAD_STATE_MOMENTUM_BUFFER));
+    }
+    (void)training.Step(number);
+    for (uint32_t id = 0; id < tensors.size(); ++id) {
+      SCOPED_TRACE("step " + std::to_string(number) + ", tensor " + std::to_string(id));
+      const offload_group_t group = Groups()[tensors[id].group];
+      const auto rows = static_cast<uint64_t>(tensors[id].shape[tensors[id].shape.size() - 2]);
+      const auto cols = static_cast<uint64_t>(tensors[id].shape.back());
+      // torch.optim.Muon's "original" and "match_rms_adamw".
+      const double scale =
+          group.update_rms > 0
+              ? group.update_rms * std::sqrt(static_cast<double>(std::max(rows, cols)))
+              : std::sqrt(std::max(1.0, static_cast<double>(rows) / static_cast<double>(cols)));
+      NsStep step = kQuintic;
+      if (group.ns_a != 0)
+        step = {static_cast<float>(group.ns_a), static_cast<float>(group.ns_b),
+                static_cast<float>(group.ns_c)};
+      const std::vector<NsStep> steps(group.ns_steps != 0 ? group.ns_steps : 5, step);
+      const std::vector<float> grads = training.Grad(number, id);
+      const std::vector<float> new_masters = training.State(id, OFFLOAD_STATE_MASTER);
+      const std::vector<float> new_momenta = training.State(id, OFFLOAD_STATE_MOMENTUM_BUFFER);
+      for (uint64_t first = 0; first < grads.size(); first += rows * cols) {
+        Matrix momentum = MatrixAt(momenta[id], first, rows, cols), u = momentum;
+        for (uint64_t i = 0; i < rows * cols; ++i) {
+          const double g = group.maximize ? -double{grads[first + i]} : grads[first + i];
+          momentum.at[i] = group.momentum * momentum.at[i] + (1 - group.momentum) * g;
+          u.at[i] = group.nesterov ? (1 - group.momentum) * g + group.momentum * momentum.at[i]
+                                   : momentum.at[i];
+          EXPECT_NEAR(new_momenta[first + i], momentum.at[i], 1e-6);
+        }
+        const Matrix x = NewtonSchulzInDouble(u, steps, group.eps);
+        Matrix shown(rows, cols);
+        for (uint64_t i = 0; i < rows * cols; ++i)
+          shown.at[i] = (double{masters[id][first + i]} * (1 - group.lr * group.weight_decay) -
+                         new_masters[first + i]) /
+                        (group.lr * scale);
+        EXPECT_LT(RelativeError(shown, x), kBf16Error);
+      }
+    }
+  }
+}
+
+// --------------------------------------------------------------------------- plans and refusals --
+
+TEST(Muon, RingsAreAsLargeAsTheLargestMatrixNeeds) {
+  Setting setting;
+  setting.device = OFFLOAD_DEVICE_SIM;
+  setting.staging_slots = 2;
+  setting.host_executors = OFFLOAD_EXECUTORS_CPU;
+  const std::vector<Tensor> tensors = {{{64, 64}, OFFLOAD_BF16, OFFLOAD_FP32, 0},
+                                       {{9, 9}, OFFLOAD_BF16, OFFLOAD_FP32, 0}};
+  const offload_plan_t cpu = Training(setting, tensors).Plan();
+  EXPECT_GE(cpu.staging_bytes, 2u * 64 * 64 * (4 + 2));
+  EXPECT_EQ(cpu.chunk_count, 2u);
+  // Two iterates, a gram matrix and a polynomial.
+  EXPECT_GE(cpu.host_scratch_bytes, 4u * 64 * 64 * 2);
+  EXPECT_GE(cpu.device_scratch_bytes, 4u * 64 * 64 * 2);
+  setting.host_executors = OFFLOAD_EXECUTORS_STREAMED;
+  const offload_plan_t streamed = Training(setting, tensors).Plan();
+  EXPECT_GE(streamed.device_ring_bytes, 2u * 64 * 64 * (4 + 4));
+  EXPECT_GE(streamed.device_scratch_bytes, streamed.device_ring_bytes + 8u * 64 * 64 * 2);
+}
+
+int32_t AddParam(offload_optimizer_t optimizer, const std::vector<int64_t>& shape,
+                 const std::vector<int64_t>& offset, const std::vector<int64_t>& extent,
+                 const uint64_t* range = nullptr) {
+  static float data[4096];
+  auto shard = Make<offload_shard_t>();
+  shard.dimensions = static_cast<uint32_t>(shape.size());
+  shard.box_count = 1;
+  shard.global_shape = shape.data();
+  shard.box_offsets = offset.data();
+  shard.box_extents = extent.data();
+  auto param = Make<offload_param_t>();
+  param.dtype = param.grad_dtype = OFFLOAD_FP32;
+  param.name = "w";
+  param.data = data;
+  param.count = 1;
+  for (const int64_t size : extent) param.count *= static_cast<uint64_t>(size);
+  if (range != nullptr) {
+    shard.flags = OFFLOAD_SHARD_RANGE;
+    shard.range_begin = range[0];
+    shard.range_count = param.count = range[1];
+  }
+  param.shard = shape.empty() ? nullptr : &shard;
+  return offload_optimizer_add_params(optimizer, &param, 1, nullptr);
+}
+
+TEST(Muon, WhatIsNoWholeMatrixIsRefused) {
+  auto context_options = Make<offload_context_options_t>();
+  offload_context_t context = nullptr;
+  ASSERT_OFFLOAD_OK(offload_context_create(&context_options, &context));
+  const Setting setting;
+  offload_optimizer_t optimizer = nullptr;
+  ASSERT_OFFLOAD_OK(offload_optimizer_create(context, &setting, &optimizer));
+  uint32_t group_id = 0;
+  ASSERT_OFFLOAD_OK(offload_optimizer_add_group(optimizer, &Groups()[0], &group_id));
+  ExpectError(AddParam(optimizer, {}, {}, {}), OFFLOAD_INVALID_ARGUMENT,
+              {"'w'", "has 1 dimensions", "group of another algorithm"});
+  ExpectError(AddParam(optimizer, {2, 2, 2, 2}, {0, 0, 0, 0}, {2, 2, 2, 2}),
+              OFFLOAD_INVALID_ARGUMENT, {"has 4 dimensions", "expected 2"});
+  ExpectError(AddParam(optimizer, {4, 6}, {0, 0}, {2, 6}), OFFLOAD_UNSUPPORTED,
+              {"cuts matrices of 4 x 6", "give each matrix to one rank"});
+  ExpectError(AddParam(optimizer, {4, 6}, {0, 2}, {4, 4}), OFFLOAD_UNSUPPORTED,
+              {"cuts matrices of 4 x 6"});
+  ExpectError(AddParam(optimizer, {3, 4, 6}, {0, 0, 0}, {3, 2, 6}), OFFLOAD_UNSUPPORTED,
+              {"cuts matrices of 4 x 6"});
+  constexpr uint64_t kCut[] = {24, 30}, kLate[] = {12, 24}, kWhole[] = {24, 48};
+  ExpectError(AddParam(optimizer, {3, 4, 6}, {0, 0, 0}, {3, 4, 6}, kCut), OFFLOAD_UNSUPPORTED,
+              {"cuts matrices of 4 x 6"});
+  ExpectError(AddParam(optimizer, {3, 4, 6}, {0, 0, 0}, {3, 4, 6}, kLate), OFFLOAD_UNSUPPORTED,
+              {"cuts matrices of 4 x 6"});
+  EXPECT_OFFLOAD_OK(AddParam(optimizer, {3, 4, 6}, {0, 0, 0}, {3, 4, 6}, kWhole));
+  EXPECT_OFFLOAD_OK(offload_optimizer_destroy(optimizer));
+  EXPECT_OFFLOAD_OK(offload_context_destroy(context));
+}
+
+}  // namespace
+}  // namespace hybridopt
