@@ -57,6 +57,8 @@ class LazyStash:
 
     def pop(self, ticket, stream=0, flags=0):
         entry = self._entry(ticket)
+        if entry[3] is None:
+            raise abi.InvalidStateError(f"ticket {ticket} has not been prefetched")
         ctypes.memmove(entry[3], entry[2], entry[1])
         entry[3] = None
         if not flags & abi.OFFLOAD_STASH_KEEP:

@@ -90,8 +90,9 @@ def cut_off(call, line):
 
 def may_end_at(frame):
     """Whether an exception at this line ends the call: one in a destructor is lost. A `with` line comes again before the
-    end of its block is called, where Python itself handles no signal."""
-    if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with"):
+    end of its block is called, where Python itself handles no signal; nor does it at a `try:`, which may lie outside of
+    the block around it."""
+    if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with", "try:")):
         return False
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back

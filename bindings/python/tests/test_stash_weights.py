@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 from lazy_stash import LazyStash
-from models import Attention, Block, bits, watch_params
+from models import Attention, Block, bits, cut_off, drawn_seeds, watch_params
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -863,3 +863,58 @@ def test_a_save_that_runs_has_read_weights_before_they_leave(tmp_path):
     other = nn.Sequential(*(nn.Linear(32, 32) for _ in range(8)))
     hybridopt.AdamW(other.named_parameters(), lr=1e-2).load_checkpoint(tmp_path / "save")
     assert bits(other.parameters()) == expected
+
+
+CUT_OFF = {
+    "weights": {"weights": True, "activations": False},
+    "activations": {},
+    "both": {"weights": True},
+    "with": None,
+}
+
+
+@pytest.mark.parametrize("wraps", CUT_OFF)
+def test_a_pass_that_is_cut_off_anywhere_can_be_begun_again(wraps):
+    """The next pass has the bits of a run without a stash, no hook stays, and no host memory is lost."""
+    torch.manual_seed(0)
+    first = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    x = torch.linspace(-1, 1, 16).reshape(2, 8)
+    expected = gradients_of(copy.deepcopy(first), x)
+    stride = 97
+    for line in range(1 + drawn_seeds(1)[0] % stride, 1 << 20, stride):
+        model, stash = copy.deepcopy(first), stash_of(fraction=1.0, keep_last=0)
+        wrapping = None if wraps == "with" else stash.wrap(list(model), **CUT_OFF[wraps])
+        begin = (lambda: stash) if wraps == "with" else contextlib.nullcontext
+        assert gradients_of(model, x, begin) == expected
+
+        then = (lambda: None) if wrapping is None else wrapping.bring_back
+        if not cut_off(lambda: (gradients_of(model, x, begin), then()), line):
+            assert line > 300
+            return
+        for _ in range(2):
+            assert gradients_of(model, x, begin) == expected, line
+        if wraps == "with":  # if __exit__() has not begun, nothing tells that the block has ended
+            while top_hooks() is not None:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            continue
+        saved = stash.stats().saved
+        torch.ones(2, requires_grad=True).square()
+        assert top_hooks() is None, line
+        wrapping.remove()
+        if stash.stats().host_bytes > 0:  # in reference cycles
+            gc.collect()
+        stats = stash.stats()
+        assert (stats.host_bytes, stats.saved) == (0, saved), line
+        assert gradients_of(model, x) == expected, line
+
+
+def top_hooks():
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def gradients_of(model, x, begin=contextlib.nullcontext):
+    model.zero_grad()
+    with begin():
+        loss = model(x).square().sum()
+    loss.backward()
+    return bits([loss, *(param.grad for param in model.parameters())])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from . import generated as c
 from .handles import Context, Handle, make
+from .errors import HybridoptError
 from .library import call
 
 
@@ -32,8 +34,13 @@ class Stash(Handle):
     def push(self, data: int, bytes: int, stream: int = 0, lane: int = 0) -> int:
         """Queues the copy to the host: its ticket, or 0 if the stash has no room for it."""
         ticket = c.offload_stash_ticket_t()
-        self._call("offload_stash_push", self.value, lane, data, bytes, stream, ticket)
-        return ticket.value
+        try:
+            self._call("offload_stash_push", self.value, lane, data, bytes, stream, ticket)
+            return ticket.value
+        except BaseException:
+            if ticket.value:  # Ctrl-C came behind the call: nobody would know the ticket
+                self.drop(ticket.value, stream)
+            raise
 
     def release(self, ticket: int, stream: int = 0) -> None:
         """Later work on the stream waits until the copy to the host has ended."""
@@ -41,7 +48,14 @@ class Stash(Handle):
 
     def prefetch(self, ticket: int, destination: int, bytes: int, stream: int = 0) -> None:
         """Queues the copy back, into memory of the device that has room for `bytes` bytes."""
-        self._call("offload_stash_prefetch", self.value, ticket, destination, bytes, stream)
+        try:
+            self._call("offload_stash_prefetch", self.value, ticket, destination, bytes, stream)
+        except HybridoptError:
+            raise
+        except BaseException:  # Ctrl-C came before or behind the call: the destination is to be free again
+            with contextlib.suppress(HybridoptError):
+                self.pop(ticket, stream, c.OFFLOAD_STASH_KEEP)
+            raise
 
     def pop(self, ticket: int, stream: int = 0, flags: int = 0) -> None:
         """Later work on the stream waits until the bytes are back."""

@@ -54,16 +54,21 @@ class Thread(threading.local):
 
 
 class Entered:
-    """Hooks that are in force. `module` is None for a with statement."""
+    """Hooks that are in force. `module` is None for a with statement, `name` for what has no name on the stack."""
 
-    def __init__(self, module: nn.Module | None, undo: list[Any]) -> None:
+    def __init__(self, module: nn.Module | None, name: str | None = None) -> None:
         self.module = module
-        self._undo = undo
+        self.name = name
+        self._undo: list[Any] = []
+
+    def enter(self, context: Any) -> None:
+        # In one statement: Ctrl-C between two would leave the hook without a note of it.
+        append: Callable[[Any], Any] = self._undo.append
+        _ = context.__enter__(), append(context)
 
     def leave(self) -> None:
-        for each in reversed(self._undo):
-            each.__exit__(None, None, None)
-        self._undo.clear()
+        while self._undo:
+            _ = self._undo[-1].__exit__(None, None, None), self._undo.pop()
 
 
 class Keyed:
@@ -374,21 +379,29 @@ class ActivationStash:
         if _is_in_backward():
             thread.passes.append(None)
             return
-        with self._lock:
-            outer = thread.passes[-1] if thread.passes else None
-            thread.passes.append(self._begin(key) if outer is None else outer)
-        if outer is None and not self._wrapped:
-            thread.entered.append(self._install(None))
+        outer = thread.passes[-1] if thread.passes else None
+        depth = len(thread.passes)
+        while depth == 0 and thread.entered and thread.entered[-1].module is None:
+            self._leave(thread.entered[-1])  # Ctrl-C has ended the __exit__() that had to
+        try:
+            with self._lock:
+                thread.passes.append(self._begin(key) if outer is None else outer)
+            if outer is None and not self._wrapped:
+                self._install(Entered(None))
+        except BaseException:  # __exit__() will not be called
+            del thread.passes[depth:]
+            raise
 
     def _exit(self, key: str, is_whole: bool) -> None:
-        thread = self._thread
-        this = thread.passes.pop()
+        this, thread = self._thread.passes.pop(), self._thread
         if this is None or (thread.passes and thread.passes[-1] is this):
             return
-        if thread.entered and thread.entered[-1].module is None:
-            thread.entered.pop().leave()
-        with self._lock:
-            self._end(this, key, is_whole)
+        try:
+            with self._lock:
+                self._end(this, key, is_whole)
+        finally:
+            if thread.entered and thread.entered[-1].module is None:
+                self._leave(thread.entered[-1])
 
     def _begin(self, key: str) -> ForwardPass:
         program = self._programs.setdefault(key, Program())
@@ -479,8 +492,7 @@ class ActivationStash:
         if self._handle.closed:
             return
         thread = self._thread
-        while any(each.module is layer for each in thread.entered):
-            thread.entered.pop().leave()  # Ctrl-C has ended its last call before the hook ran
+        self._leave_cut_off(layer)
         if layer in self._weights:
             with self._lock:
                 self._weights.enter(layer, is_backward=False)
@@ -491,17 +503,34 @@ class ActivationStash:
             with self._lock:
                 self._group += 1
                 self._continue_pass(layer)
-        self._names.stack.modules.append(name)
-        thread.entered.append(self._install(layer))
+        self._install(Entered(layer, name))
 
-    def _leave_layer(self, layer: nn.Module, name: str, result: Any) -> None:
-        thread = self._thread
-        if layer in self._weights and not self._handle.closed:
-            self._leave_weights(layer, result)
-        if thread.entered and thread.entered[-1].module is layer:
-            thread.entered.pop().leave()
-            if self._names.stack.modules and self._names.stack.modules[-1] == name:
-                self._names.stack.modules.pop()
+    def _leave_layer(self, layer: nn.Module, result: Any) -> None:
+        try:
+            if layer in self._weights and not self._handle.closed:
+                self._leave_weights(layer, result)
+        finally:
+            entered = self._thread.entered
+            if entered and entered[-1].module is layer:
+                self._leave(entered[-1])
+
+    def _leave_cut_off(self, layer: nn.Module) -> None:
+        """Ends the calls of layers that Ctrl-C has ended before their hooks ran: `layer` is called, and not by them."""
+        entered = self._thread.entered
+        while entered and entered[-1].module is not None:
+            is_among = any(each.module is layer for each in entered)
+            if not is_among and _may_call(entered[-1].module, layer):
+                return
+            self._leave(entered[-1])
+
+    def _leave(self, entered: Entered) -> None:
+        """If Ctrl-C ends this, the next call of a layer begins it again."""
+        entered.leave()
+        names = self._names.stack.modules
+        if entered.name is not None and names and names[-1] == entered.name:
+            names.pop()
+        if self._thread.entered and self._thread.entered[-1] is entered:
+            self._thread.entered.pop()
 
     def _leave_weights(self, layer: nn.Module, result: Any) -> None:
         with self._lock:
@@ -535,13 +564,17 @@ class ActivationStash:
         top = _top_hooks(False)
         return top is not None and top[0] != self._pack
 
-    def _install(self, module: nn.Module | None) -> Entered:
-        undo: list[Any] = [saved_tensors_hooks(self._pack, self._unpack)]
-        if self._is_telling or any(name in ROLES for name in self._wanted):
-            undo.append(self._roles)
-        for each in undo:
-            each.__enter__()
-        return Entered(module, undo)
+    def _install(self, entered: Entered) -> None:
+        try:
+            self._thread.entered.append(entered)
+            if entered.name is not None:
+                self._names.stack.modules.append(entered.name)
+            entered.enter(saved_tensors_hooks(self._pack, self._unpack))
+            if self._is_telling or any(name in ROLES for name in self._wanted):
+                entered.enter(self._roles)
+        except BaseException:
+            self._leave(entered)
+            raise
 
     # ------------------------------------------------------------------------------ what hooks do --
 
@@ -641,6 +674,18 @@ def _is_in_checkpoint() -> bool:
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == torch.utils.checkpoint.__name__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _may_call(outer: nn.Module, inner: nn.Module) -> bool:
+    """Whether the running call of `inner` may be part of a call of `outer`."""
+    if any(each is inner for each in outer.modules()):
+        return True
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_locals.get("self") is outer:
             return True
         frame = frame.f_back
     return False

@@ -6,8 +6,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -103,10 +104,15 @@ class Block:
         self.was_used = False
 
     def __del__(self) -> None:
+        if getattr(self, "was_used", None) is None:
+            return  # an exception has ended __init__()
         if self.counter is not None and (self.storage is not None or self.buffer is not None):
             self.counter.free(self.bytes)
         if self.ticket and self.transfers is not None:
             self.transfers.abandon(self.ticket, self.stream, (self.storage, self.buffer))
+
+    def note_arrival(self, _: int) -> None:
+        self.ticket = 0
 
     def memory(self) -> tuple[torch.UntypedStorage, int]:
         """A storage, and the byte of this storage at which the block begins now."""
@@ -125,19 +131,18 @@ class Transfers:
         self._device = device
         self._pushed_bytes = 0
         self._seconds = 0.0
-        self._abandoned: deque[tuple[int, int, Any]] = deque()
+        self.abandoned: deque[tuple[int, int, Any]] = deque()  # by append(), and end_abandoned() behind it
         self._ending = threading.Lock()
 
     def push(self, block: Block) -> bool:
         """Queues the copy to the host, unless the stash has no room."""
-        stream = current_stream(self._device)
+        stream = block.stream = current_stream(self._device)
+        block.transfers = self  # before there is a ticket, which the end of the block gives back
         begin = time.perf_counter()
         block.ticket = self.handle.push(block.address, block.bytes, stream)
         if block.ticket:
             self._pushed_bytes += block.bytes
             self._seconds += time.perf_counter() - begin
-        block.stream = stream
-        block.transfers = self
         return block.ticket != 0
 
     def link(self) -> Link:
@@ -158,16 +163,30 @@ class Transfers:
             size = block.padding + block.bytes
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         address = buffer.data_ptr() + block.padding
-        self.handle.prefetch(block.ticket, address, block.bytes, block.stream)
-        block.buffer = buffer
+        # In one statement, since Ctrl-C between two would free the memory that the copy writes.
+        prefetch = cast("Callable[..., Any]", self.handle.prefetch)
+        _, block.buffer = prefetch(block.ticket, address, block.bytes, block.stream), buffer
 
     def bring_back(self, block: Block) -> None:
         """Makes the current stream wait until it may use the block."""
         if block.buffer is None:
             self.prefetch(block)
-        self.handle.pop(block.ticket, block.stream)
-        block.ticket = 0
+        self.pop(block, block.stream)
         self.follow(block)
+
+    def pop(self, owner: Any, stream: int, flags: int = 0) -> None:
+        """Makes later work on the stream wait until the bytes are back, and notes that the owner's ticket has
+        arrived. If Ctrl-C ends the call, that is so too."""
+        try:
+            self.handle.pop(owner.ticket, stream, flags)
+            owner.note_arrival(stream)
+        except HybridoptError:
+            raise
+        except BaseException:
+            with suppress(HybridoptError):  # it has been popped
+                self.handle.pop(owner.ticket, stream, flags)
+            owner.note_arrival(stream)
+            raise
 
     def follow(self, block: Block) -> None:
         """If a block is back on a stream other than the current one, copies the block: memory belongs to the stream
@@ -205,24 +224,22 @@ class Transfers:
 
     def abandon(self, ticket: int, stream: int, memory: Any) -> None:
         """Ends a ticket that is not needed any more. `memory` is released when its stream waits for the copies."""
-        self._abandoned.append((ticket, stream, memory))
+        self.abandoned.append((ticket, stream, memory))
         self.end_abandoned()
 
     def end_abandoned(self) -> None:
         """A block may be deleted inside of this function, by the garbage collection. Then the thread that has the
         lock also ends that block."""
-        while self._abandoned and self._ending.acquire(blocking=False):
-            try:
-                while self._abandoned and not self.handle.closed:
-                    ticket, stream, _ = self._abandoned[0]
+        while self.abandoned and not self._ending.locked():
+            with self._ending:
+                while self.abandoned and not self.handle.closed:
+                    ticket, stream, _ = self.abandoned[0]
                     try:
                         self.handle.drop(ticket, stream)
                     except InvalidStateError:
                         return  # the stream captures a graph: later
                     except HybridoptError:
                         pass  # the stash is poisoned: its next call says why
-                    self._abandoned.popleft()
+                    self.abandoned.popleft()
                 if self.handle.closed:
-                    self._abandoned.clear()
-            finally:
-                self._ending.release()
+                    self.abandoned.clear()

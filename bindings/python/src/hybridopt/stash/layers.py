@@ -19,7 +19,7 @@ class Wraps(Protocol):
 
     def _enter_layer(self, layer: nn.Module, name: str) -> None: ...
 
-    def _leave_layer(self, layer: nn.Module, name: str, result: Any) -> None: ...
+    def _leave_layer(self, layer: nn.Module, result: Any) -> None: ...
 
 
 class LayerHooks:
@@ -55,7 +55,7 @@ class LayerHooks:
     def after(self, *arguments: Any) -> None:
         stash, layer = self._stash(), self._layer()
         if stash is not None and layer is not None:
-            stash._leave_layer(layer, self._name, arguments[-1] if arguments else None)
+            stash._leave_layer(layer, arguments[-1] if arguments else None)
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the compiled call of a module, because torch does not call the hooks of such a module."""

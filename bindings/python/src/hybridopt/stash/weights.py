@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..abi import await_transfers
+from ..abi import HybridoptError, await_transfers
 from ..abi.generated import OFFLOAD_STASH_KEEP
 from ..base.modes import refuse_capture
 from ..params.members import takes_part
 from ..params.tensors import local
-from ..traps.away import note_away
+from ..traps.away import note_away, note_back
 from ..traps.offloaded import is_offloaded
-from ..traps.trap import spring, take_back, without_traps
+from ..traps.trap import spring, without_traps
 from .blocks import Transfers
 
 # The number of used layers that stay on the device: the running layer, and the one before it, whose params are being
@@ -77,9 +79,9 @@ class Weight:
         if self.ticket:
             return
         self._user = self._transfers.stream()
-        self.ticket = self._transfers.handle.push(self.storage.data_ptr(), self.bytes, self._user)
         self._copied_version = self._version()
         self._is_leaving = True
+        self.ticket = self._transfers.handle.push(self.storage.data_ptr(), self.bytes, self._user)  # last: Ctrl-C
 
     def leave(self) -> None:
         """Releases the device memory. The stream that has used it waits for the copy."""
@@ -101,20 +103,27 @@ class Weight:
         """Queues the copy back into new memory."""
         if self.is_away:
             self._stream = self._user = self._transfers.stream()
-            self.storage.resize_(self.bytes)
             try:
+                self.storage.resize_(self.bytes)
                 self._transfers.handle.prefetch(self.ticket, self.storage.data_ptr(), self.bytes, self._stream)
+                self.is_coming = True
             except BaseException:
-                self.storage.resize_(0)  # the memory does not have the weights yet
+                self._forget_prefetch()
                 raise
-            self.is_coming = True
+
+    def _forget_prefetch(self) -> None:
+        """The memory does not have the weights, even if Ctrl-C came when the library had begun to copy them."""
+        with contextlib.suppress(HybridoptError):  # it has not begun
+            self._transfers.handle.pop(self.ticket, self._stream, OFFLOAD_STASH_KEEP)
+        self.storage.resize_(0)
 
     def come(self) -> None:
         """Makes the current stream wait until it may use the weights."""
         self.prefetch()
         if self.is_coming:
             self._arrive()
-            take_back(self.params.values())
+        if not self.is_away:
+            note_back(self.params.values())  # even if they have not left: an exception may have ended leave()
         self._user = self._transfers.stream()
 
     def come_for_backward(self) -> None:
@@ -124,8 +133,10 @@ class Weight:
         self._stays = self._stays or torch.is_grad_enabled()
 
     def _arrive(self) -> None:
-        user = self._transfers.stream()
-        self._transfers.handle.pop(self.ticket, user, OFFLOAD_STASH_KEEP)
+        self._transfers.pop(self, self._transfers.stream(), OFFLOAD_STASH_KEEP)
+
+    def note_arrival(self, user: int) -> None:
+        """The stream `user` waits for the weights."""
         self._user = user
         self.is_coming = False
 
@@ -133,8 +144,11 @@ class Weight:
         """To be called when the weights change: the copy on the host is no longer valid."""
         self.come()
         if self.ticket:
-            self._transfers.handle.drop(self.ticket, self._user)
-            self.ticket, self._is_leaving = 0, False
+            # In one statement, since Ctrl-C between two would leave a ticket that has ended, or one that nobody ends.
+            dropped = self.ticket, self._user, self.storage
+            append = cast("Callable[[Any], Any]", self._transfers.abandoned.append)
+            self.ticket, self._is_leaving, _ = 0, False, append(dropped)
+            self._transfers.end_abandoned()
 
 
 class Layer:
@@ -162,6 +176,9 @@ class Layer:
             away = {id(param) for weight in self.weights if weight.is_away or weight.is_coming
                     for param in weight.params.values()}  # fmt: skip
             here = {name: param for name, param in module.named_parameters() if id(param) not in away}
+            for each in self.weights:
+                if not each.is_away and not each.is_coming:
+                    note_back(each.params.values())  # an exception may have ended come() or leave()
             spring(here.values())  # a step may still write them
             for name, param in here.items():
                 if param.device.type != "meta":

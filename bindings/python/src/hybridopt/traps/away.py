@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import abi
-from .trap import Traps
+from .trap import Traps, take_back
 
 
 class Keeper(Protocol):
@@ -40,9 +40,14 @@ _traps = Traps(_refuse)
 
 
 def note_away(weight: Tensor, name: str) -> None:
-    """Makes operations on the weight raise an error that names it. traps.take_back() ends that."""
+    """Makes operations on the weight raise an error that names it. note_back() ends that."""
     _names[weight] = name
     _traps.set_instead([weight])
+
+
+def note_back(weights: Iterable[Tensor]) -> None:
+    """Operations on these weights work again."""
+    take_back(weight for weight in weights if getattr(type(weight), "traps", None) is _traps)
 
 
 def has_been_away(tensor: Tensor) -> bool:
