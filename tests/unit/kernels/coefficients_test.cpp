@@ -381,5 +381,32 @@ TEST(ThousandSteps, FollowTheTextbook) {
   }
 }
 
+// torch.optim.Muon's "original" and "match_rms_adamw": the learning rate follows the shape, and
+// what a step decays is lr * weight_decay whatever the shape is.
+TEST(Muon, AMatrixScalesTheLearningRateAndNotTheDecay) {
+  struct Case {
+    uint64_t rows, cols;
+    double update_rms, scale;
+  };
+  constexpr Case kCases[] = {{100, 100, 0, 1}, {400, 100, 0, 2},     {100, 400, 0, 1},
+                             {1, 1, 0, 1},     {100, 400, 0.2, 4.0}, {400, 9, 0.5, 10.0}};
+  for (const Case& one : kCases) {
+    offload_group_t group{.lr = 0.02, .eps = 1e-7, .weight_decay = 0.1, .momentum = 0.95};
+    group.update_rms = one.update_rms;
+    Coefficients c = MakeCoefficients(OFFLOAD_MUON, group, 1);
+    FitToMatrix(group, one.rows, one.cols, c);
+    SCOPED_TRACE(testing::Message() << one.rows << " x " << one.cols << ", " << one.update_rms);
+    EXPECT_EQ(c.step_size, static_cast<float>(0.02 * one.scale));
+    EXPECT_NEAR(double{c.step_size} * c.l2_decay, 0.02 * 0.1, 1e-9);
+    EXPECT_EQ(c.keep0, 0.95f);
+    EXPECT_EQ(c.weight0, static_cast<float>(1.0 - 0.95));
+    // With lr 0 no weight changes, and nothing becomes NaN.
+    group.lr = 0;
+    FitToMatrix(group, one.rows, one.cols, c);
+    EXPECT_EQ(c.step_size, 0.0f);
+    EXPECT_NEAR(c.l2_decay * one.scale, 0.1, 1e-7);
+  }
+}
+
 }  // namespace
 }  // namespace hybridopt

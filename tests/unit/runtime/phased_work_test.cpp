@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <thread>
 #include <utility>
@@ -50,6 +52,32 @@ TEST(PhasedWork, APhaseBeginsWhenAllPiecesOfThePhaseBeforeAreDone) {
     for (std::thread& thread : threads) thread.join();
     ASSERT_EQ(shared.made, alone.made);
   }
+}
+
+// The first piece to be taken ends last. It gives the next phase time to begin too early.
+TEST(PhasedWork, AllPiecesHaveBeenTakenButOneIsNotDone) {
+  std::atomic<bool> other_done = false, next_began = false;
+  bool began_early = false;
+  uint32_t phase = 0;
+  PhasedWork work;
+  work.Begin(2);
+  const auto take = [&] {
+    work.Take(
+        [&](uint64_t piece) {
+          if (phase == 1) return next_began.store(true);
+          if (piece == 0) return other_done.store(true);
+          while (!other_done) std::this_thread::yield();
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+          began_early = next_began;
+        },
+        [&]() -> uint64_t { return ++phase == 1 ? 1 : 0; });
+  };
+  std::thread other(take);
+  take();
+  other.join();
+  EXPECT_FALSE(began_early);
+  EXPECT_TRUE(next_began);
+  EXPECT_EQ(phase, 2u);
 }
 
 TEST(PhasedWork, WithoutPiecesThereIsNothingToDo) {
