@@ -172,7 +172,7 @@ Capture::Source Capture::Take(uint32_t param, StateSlot slot, uint64_t first, ui
   const Array& array = ArrayAt(param, slot);
   const Piece piece = PieceAt(param, slot, first);
   std::unique_lock lock(mutex_);
-  AwaitLocked(lock, [&] { return StateOf(pieces_[piece.index]) != kCopying; });
+  AwaitLocked(lock, [&] { return goes_first_ == 0 && StateOf(pieces_[piece.index]) != kCopying; });
   const uint64_t word = pieces_[piece.index];
   if (StateOf(word) == kAside || StateOf(word) == kBehind) {
     const uint64_t element = first - piece.begin;
@@ -225,6 +225,7 @@ void Capture::End() {
 bool Capture::PutAside(Ranges ranges, Arrays arrays) {
   if (!reads_state()) return false;
   std::unique_lock lock(mutex_);
+  bool first = false;
   AwaitLocked(lock, [&] {
     uint64_t slots = 0, reading = 0;
     OpenSlot open = open_;
@@ -233,8 +234,11 @@ bool Capture::PutAside(Ranges ranges, Arrays arrays) {
       if (state == kLive && open.Add(PieceBytes(array, piece))) slots += 1;
       reading += state == kReading;
     });
-    return reading == 0 && slots <= free_.size();
+    const bool has_room = slots <= free_.size();
+    GoFirst(has_room && reading > 0, &first);
+    return has_room && reading == 0;
   });
+  GoFirst(false, &first);
   if (ended_) return false;
   bool any = false;
   ForEachPiece(ranges, arrays, [&](const Piece& piece, const Array& array) {
@@ -327,6 +331,16 @@ void Capture::ForEachPiece(Ranges ranges, Arrays arrays, VisitPiece&& visit) con
 
 void Capture::Set(const Piece& piece, uint32_t state, uint64_t offset) {
   pieces_[piece.index].store(uint64_t{state} << kOffsetBits | offset, std::memory_order_release);
+}
+
+// While a step lacks only what the save is reading, the save takes nothing else: it reads piece
+// after piece, and the step would wait until the save waits for its disk. `*first` is whether this
+// step goes first now.
+void Capture::GoFirst(bool first, bool* is_first) {
+  if (first == *is_first) return;
+  *is_first = first;
+  goes_first_ += first ? 1 : -1;
+  if (!first) changed_.notify_all();
 }
 
 // Returns the offset in the buffer, which must have room.

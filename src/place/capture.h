@@ -193,6 +193,7 @@ class Capture {
   void ForEachPiece(Ranges ranges, Arrays arrays, VisitPiece&& visit) const;
   void Set(const Piece& piece, uint32_t state, uint64_t offset = 0);
   uint64_t GiveRoom(uint64_t piece_bytes);
+  void GoFirst(bool first, bool* is_first);
   void FreeRoom(uint64_t offset);
   void Leave(const Array& array, const Piece& piece);
   bool AwaitLocked(std::unique_lock<std::mutex>& lock, FunctionRef<bool()> done,
@@ -222,6 +223,7 @@ class Capture {
   std::atomic<uint64_t> borrowed_live_ = 0;  // those of borrowed arrays
   bool told_ = false;                        // on_borrowed_read_ has been called
   uint32_t waiting_ = 0;                     // threads
+  int32_t goes_first_ = 0;                   // steps that lack only what the save is reading
   std::atomic<bool> ended_ = false;
 };
 

@@ -159,9 +159,12 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   step.follow_params = (request.flags & OFFLOAD_STEP_FOLLOW_PARAMS) != 0;
   const uint64_t total = plan_.active_count(0);
   result->cpu_elements = total;
-  // The update is one pass. While a save has state to read, the pass is cut into ranges, and the
-  // state of each range is put aside.
-  if (capture_ == nullptr || !capture_->reads_state()) return UpdateInPlace(step, {0, total});
+  // The update is one pass. While a save has state to read that its buffer has no room for, the
+  // pass is cut into ranges, and the state of each range is put aside. With room for all there is
+  // nothing to wait for between ranges; cut up, the pass would end each range with a wait for the
+  // last worker, whose CPU the save's threads may be using.
+  if (capture_ == nullptr || !capture_->reads_state() || capture_->AwaitRoom(0))
+    return UpdateInPlace(step, {0, total});
   WorkRange range{0, 0};
   for (const Fragment& fragment : plan_.fragments(0)) {
     if (!plan_.param(fragment.param).active) continue;

@@ -198,6 +198,41 @@ TEST_F(CaptureTest, WhatIsBeingReadIsWaitedFor) {
   EXPECT_EQ(capture.Take(0, kMoment0, 2 * kSegment - 1, 1).count, 1u);
 }
 
+// Else a save whose disk is fast would begin the next piece before the step can look.
+TEST_F(CaptureTest, AStepThatLacksOnlyWhatIsBeingReadGoesFirst) {
+  Capture& capture = Begin(100);
+  const Capture::Source source = capture.Take(0, kMaster, 0, 10);
+  std::atomic<bool> looked = false;
+  std::thread step([&] {
+    EXPECT_TRUE(capture.PutAside([&](Capture::Visit visit) {
+      visit(0, 0, kSegment);
+      looked = true;
+    }));
+  });
+  while (!looked) std::this_thread::yield();  // it waits when the lock is free again
+  ReturnsAfter([&] { capture.Take(1, kMaster, 0, 100); },
+               [&] { capture.Finish(0, kMaster, 0, source.count); });
+  step.join();
+  capture.Finish(1, kMaster, 0, 100);
+}
+
+TEST_F(CaptureTest, AStepThatLacksRoomDoesNotGoFirst) {
+  Capture& capture = Begin(1);
+  const Capture::Source source = capture.Take(0, kMaster, 0, kSegment);
+  std::atomic<bool> looked = false;
+  std::thread step([&] {
+    EXPECT_FALSE(capture.PutAside([&](Capture::Visit visit) {
+      visit(0, 0, kSegment);
+      looked = true;
+    }));
+  });
+  while (!looked) std::this_thread::yield();
+  ReadAll(1, 0, 100);  // does not wait for the step
+  capture.Finish(0, kMaster, 0, source.count);
+  capture.End();
+  step.join();
+}
+
 // The file's block was full: a step does not wait until it has been written.
 TEST_F(CaptureTest, TheRestOfAPieceIsReadFromTheCopy) {
   Capture& capture = Begin(100);
