@@ -539,10 +539,26 @@ def test_a_step_that_is_cut_off_anywhere_is_made_or_not(overlaps, hooks):
         optimizer._engine.wait()
         made_steps = {optimizer._engine._stored_count(slot) for slot in optimizer._engine.slots}
         assert made_steps in ({2}, {3})
+        assert [result.step for result in optimizer.step_results()] == list(range(1, 1 + max(made_steps))), line
         one_backward(model)
         optimizer.step()
         optimizer.synchronize()
         assert everything(model, optimizer) == expected[made_steps.pop() + 1], line
+
+
+@pytest.mark.parametrize("call", ["last_step", "synchronize"])
+def test_a_report_that_is_cut_off_anywhere_loses_no_step(call):
+    for line in range(1 + drawn_seeds(1)[0] % 3, 1 << 20, 3):
+        model, optimizer = made()
+        optimizer.overlap(model)
+        for _ in range(2):
+            one_backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        if not cut_off(getattr(optimizer, call), line):
+            assert line > 90
+            return
+        assert [result.step for result in optimizer.step_results()] == [1, 2], line
 
 
 MODES = ("all leave", "some stay", "micro-batches", "accumulate")

@@ -244,9 +244,10 @@ class Optimizer(Handle):
     def commit(self, stream: int = 0) -> None:
         self._call("offload_optimizer_commit", self.value, stream)
 
-    def step(self, **options: Any) -> int:
-        """Queues a step and returns its ticket. Fields: offload_step_options_t."""
-        ticket = c.offload_ticket_t()
+    def step(self, ticket: c.offload_ticket_t | None = None, /, **options: Any) -> int:
+        """Queues a step and returns its ticket. The library writes it to `ticket` too, which tells it if Ctrl-C ends
+        this call. Fields: offload_step_options_t."""
+        ticket = c.offload_ticket_t() if ticket is None else ticket
         fields = make(c.offload_step_options_t, options)
         self._call("offload_optimizer_step", self.value, fields, ticket)
         return ticket.value

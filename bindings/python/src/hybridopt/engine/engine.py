@@ -297,8 +297,10 @@ class Engine:
         has_miscounted, self.may_miscount = self.may_miscount, True
         gradients, self.steps.skipped_gradients = self.steps.skipped_gradients, {}
         skipped: list[list[Slot]] = []
-        for result, stepped in self.steps.take():
-            self.history.add(result)
+        if has_miscounted:
+            self.steps.note_cut_off()
+        for result, stepped in self.steps.ended():
+            self.history.add(result, self.steps.remove_first)
             if not result.skipped:
                 self.shown.count(stepped)
             elif not self.expects_skips:

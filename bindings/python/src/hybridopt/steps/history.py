@@ -89,10 +89,14 @@ class History:
         self._steps_now = 0  # steps in the latest result, or in the checkpoint loaded since
         self._steps_loaded: int | None = None  # of the checkpoint that was loaded last
 
-    def add(self, result: abi.offload_step_result_t) -> None:
-        result.step += self._steps_before
-        self._steps_now = result.step
-        self.results.append(result)
+    def add(self, result: abi.offload_step_result_t, taken: Callable[[], Any]) -> None:
+        """Calls taken() when it has the result, and not between two statements: Ctrl-C there would lose the result or
+        add it again."""
+        told = type(result).from_buffer_copy(result)
+        told.step += self._steps_before
+        self._steps_now = told.step
+        append: Callable[[Any], Any] = self.results.append
+        _ = append(told), taken()
 
     def note_skipped(self) -> None:
         """Notes a step that was skipped before the library heard of it."""

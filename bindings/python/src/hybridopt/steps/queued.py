@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +17,9 @@ REMEMBERED_STEPS = 64  # by offload_optimizer_step_result
 class Steps:
     def __init__(self, handle: abi.Optimizer) -> None:
         self._handle = handle
-        self._unsettled: list[tuple[int, list[Slot]]] = []  # tickets, and the slots of each step
+        self._unsettled: deque[tuple[int, list[Slot]]] = deque()  # tickets, and the slots of each step
+        # The step that queue() is about to note: the library writes the ticket, even if an exception ends the call.
+        self._newest: tuple[abi.offload_ticket_t, list[Slot]] = abi.offload_ticket_t(), []
         self._known: dict[int, abi.offload_step_result_t] = {}  # results of some of them, by ticket
         self._read: dict[int, list[Tensor]] = {}  # gradients that steps read, kept alive here
         self.skipped_gradients: dict[Slot, Tensor | None] = {}  # of a skipped step, until it has been reported
@@ -29,12 +33,21 @@ class Steps:
         return len(self._unsettled) == REMEMBERED_STEPS
 
     def queue(self, slots: list[Slot], options: dict[str, Any], gradients: list[Tensor]) -> int:
-        """Queues a step and gives its ticket. Until result() or take() the gradients are kept alive."""
-        ticket = self._handle.step(**options)
+        """Queues a step and gives its ticket. Until result() or ended() the gradients are kept alive."""
+        self.note_cut_off()
+        self._newest = abi.offload_ticket_t(), slots
+        ticket = self._handle.step(self._newest[0], **options)
         self._unsettled.append((ticket, slots))  # now, since Ctrl-C may end the wait for it
+        self._newest = abi.offload_ticket_t(), []
         if gradients:
             self._read[ticket] = gradients
         return ticket
+
+    def note_cut_off(self) -> None:
+        """Notes a step that the library has, if an exception has ended queue() before that was noted."""
+        (newest, slots), self._newest = self._newest, (abi.offload_ticket_t(), [])
+        if newest.value and all(ticket != newest.value for ticket, _ in self._unsettled):
+            self._unsettled.append((newest.value, slots))
 
     def result(self, ticket: int) -> abi.offload_step_result_t:
         """Waits for the step that was queued last and returns its result."""
@@ -74,10 +87,14 @@ class Steps:
             return False
         return True
 
-    def take(self) -> list[tuple[abi.offload_step_result_t, list[Slot]]]:
-        """Waits for the queued steps, removes them, and returns their results and slots."""
+    def ended(self) -> list[tuple[abi.offload_step_result_t, list[Slot]]]:
+        """Waits for the queued steps, and returns their results and slots. Each call of remove_first() then removes the
+        first of them."""
         self.wait()
-        steps, self._unsettled = self._unsettled, []
-        known, self._known = self._known, {}
         self._read.clear()
-        return [(known.get(ticket) or self._handle.step_result(ticket), slots) for ticket, slots in steps]
+        known, self._known = self._known, {}
+        return [(known.get(ticket) or self._handle.step_result(ticket), slots) for ticket, slots in self._unsettled]
+
+    @property
+    def remove_first(self) -> Callable[[], Any]:
+        return self._unsettled.popleft
