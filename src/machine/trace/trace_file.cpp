@@ -1,0 +1,165 @@
+#include "machine/trace/trace_file.h"
+
+#include <cerrno>
+#include <cinttypes>
+#include <cstdarg>
+#include <cstdio>
+#include <set>
+
+#include "base/utf8.h"
+#include "checkpoint/format/json.h"
+
+namespace hybridopt {
+namespace {
+
+constexpr size_t kWriteBytes = size_t{1} << 20;
+
+[[gnu::format(printf, 2, 3)]] void Append(std::string* json, const char* format, ...) {
+  char text[160];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(text, sizeof(text), format, arguments);
+  va_end(arguments);
+  *json += text;
+}
+
+std::string NameOf(TraceRow row) {
+  switch (row) {
+    case TraceRow::kSteps:
+      return "steps and moves";
+    case TraceRow::kDeviceRing:
+      return "state through the device";
+    case TraceRow::kSave:
+      return "save";
+    case TraceRow::kCopiesDown:
+      return "stream: copies down";
+    case TraceRow::kCopiesUp:
+      return "stream: copies up";
+    case TraceRow::kDeviceUpdate:
+      return "stream: device update";
+    case TraceRow::kStateUpdate:
+      return "stream: state update";
+    default:
+      break;
+  }
+  const auto number = static_cast<uint32_t>(row);
+  const auto callers = static_cast<uint32_t>(TraceRow::kCallers);
+  if (number >= callers) return "calling thread " + std::to_string(number - callers);
+  return "worker " + std::to_string(number - static_cast<uint32_t>(TraceRow::kWorkers));
+}
+
+// Callers stand at the top of the picture.
+uint32_t PlaceOf(TraceRow row) {
+  return row >= TraceRow::kCallers ? 0 : 1 + static_cast<uint32_t>(row);
+}
+
+void AppendHead(const TraceRecord& record, const char* device, std::string* json) {
+  *json += "{\"displayTimeUnit\":\"ms\",\"otherData\":{\"library\":\"hybridopt\",\"device\":";
+  checkpoint::AppendJsonString(json, device);
+  Append(json, ",\"ring_bytes\":%" PRIu64 ",\"dropped_events\":%" PRIu64, record.ring_bytes,
+         record.dropped);
+  Append(json, ",\"seconds\":%.9f,\"clock_error_us\":%.3f},\n\"traceEvents\":[\n",
+         static_cast<double>(record.end_ns - record.begin_ns) * 1e-9,
+         static_cast<double>(record.clock_error_ns) * 1e-3);
+  *json += "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":1,\"args\":{\"name\":\"hybridopt\"}}";
+}
+
+void AppendRow(TraceRow row, std::string* json) {
+  const auto number = static_cast<uint32_t>(row);
+  Append(json, ",\n{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":1,\"tid\":%u,\"args\":{\"name\":",
+         number);
+  checkpoint::AppendJsonString(json, NameOf(row));
+  Append(json, "}},\n{\"ph\":\"M\",\"name\":\"thread_sort_index\",\"pid\":1,\"tid\":%u", number);
+  Append(json, ",\"args\":{\"sort_index\":%u}}", PlaceOf(row));
+}
+
+void AppendEvent(const TraceEvent& event, int64_t begin_ns, std::string* json) {
+  *json += ",\n{\"ph\":\"X\",\"name\":";
+  checkpoint::AppendJsonString(json, event.name);
+  Append(json, ",\"pid\":1,\"tid\":%u,\"ts\":%.3f,\"dur\":%.3f,\"args\":{\"step\":%" PRIu64,
+         static_cast<uint32_t>(event.row), static_cast<double>(event.begin_ns - begin_ns) * 1e-3,
+         static_cast<double>(event.end_ns - event.begin_ns) * 1e-3, event.step);
+  if (event.chunk != TraceEvent::kNoChunk) Append(json, ",\"chunk\":%u", event.chunk);
+  if (event.bytes != 0) Append(json, ",\"bytes\":%" PRIu64, event.bytes);
+  *json += "}}";
+}
+
+// A new file that gets its name when it is complete.
+class NewFile {
+ public:
+  NewFile(system::Files& files, const std::string& path)
+      : files_(files), path_(path), partial_(path + "." + std::to_string(system::RandomBits())) {}
+  ~NewFile() {
+    if (file_ >= 0) (void)files_.Close(file_);
+    if (made_) (void)files_.Remove(partial_);
+  }
+  NewFile(const NewFile&) = delete;
+  NewFile& operator=(const NewFile&) = delete;
+
+  Status Open() {
+    file_ = files_.OpenFile(partial_, system::Files::Open::kCreate);
+    made_ = file_ >= 0;
+    return made_ ? Status() : Failure(file_);
+  }
+
+  Status Write(const std::string& text) {
+    for (size_t done = 0; done < text.size();) {
+      const int64_t wrote =
+          files_.Write(file_, text.data() + done, text.size() - done, written_ + done);
+      if (wrote == -EINTR) continue;
+      if (wrote <= 0) return Failure(wrote == 0 ? -EIO : wrote);
+      done += static_cast<size_t>(wrote);
+    }
+    written_ += text.size();
+    return {};
+  }
+
+  Status Finish() {
+    const int closed = files_.Close(std::exchange(file_, -1));
+    if (closed < 0) return Failure(closed);
+    const int renamed = files_.Rename(partial_, path_);
+    if (renamed < 0) return Failure(renamed);
+    made_ = false;
+    return {};
+  }
+
+ private:
+  Status Failure(int64_t error) const {
+    return Status::Error(OFFLOAD_IO_FAILED,
+                         "path is '%.500s', and no trace could be written there: %s; the trace is "
+                         "kept, write it to another path",
+                         Printable(path_).c_str(),
+                         system::ErrorText(static_cast<int>(-error)).c_str());
+  }
+
+  system::Files& files_;
+  const std::string path_;
+  const std::string partial_;
+  int file_ = -1;
+  bool made_ = false;
+  uint64_t written_ = 0;
+};
+
+}  // namespace
+
+Status WriteTrace(system::Files& files, const std::string& path, const TraceRecord& record,
+                  const char* device) {
+  NewFile file(files, path);
+  HYBRIDOPT_TRY(file.Open());
+  std::string json;
+  AppendHead(record, device, &json);
+  std::set<TraceRow> rows;
+  for (const TraceEvent& event : record.events) rows.insert(event.row);
+  for (TraceRow row : rows) AppendRow(row, &json);
+  for (const TraceEvent& event : record.events) {
+    AppendEvent(event, record.begin_ns, &json);
+    if (json.size() < kWriteBytes) continue;
+    HYBRIDOPT_TRY(file.Write(json));
+    json.clear();
+  }
+  json += "\n]}\n";
+  HYBRIDOPT_TRY(file.Write(json));
+  return file.Finish();
+}
+
+}  // namespace hybridopt
