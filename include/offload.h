@@ -18,6 +18,7 @@
  *   ask what fits, before       offload_optimizer_plan, offload_stash_plan
  *   wait for a step             offload_optimizer_wait; a stream: offload_optimizer_stream_wait
  *   see what a step did         offload_optimizer_step_result, offload_optimizer_get_stats
+ *   look at what a step did     offload_optimizer_trace_start, offload_optimizer_trace_stop
  *   change a learning rate      offload_optimizer_set_group
  *   move state while training   offload_optimizer_set_device_fraction
  *   read or replace state       offload_optimizer_read_state, _write_state; offload_optimizer_state
@@ -59,14 +60,14 @@
  *            offload_optimizer_save.
  * Failure.   When queued work fails, the library marks the optimizer as poisoned: calls that wait
  *            return the cause (as soon as no save reads the caller's memory any more); later calls
- *            return POISONED, except plan, state, get_stats and step_result; streams that wait for
- *            the optimizer go on; destroy works. If the device fails in the middle of a step, some
- *            params may have been updated and others not: load an earlier checkpoint. The context
- *            and its other optimizers go on as far as the device does. A save or load that fails
- *            because of its files does not poison the optimizer: its own ticket returns the cause,
- *            and if no call has returned that cause yet, the next offload_optimizer_wait with
- *            ticket 0 returns it, once. A copy of a stash that fails poisons the stash: later calls
- *            return POISONED, except get_stats; destroy works.
+ *            return POISONED, except plan, state, get_stats, step_result and trace_stop; streams
+ *            that wait for the optimizer go on; destroy works. If the device fails in the middle of
+ *            a step, some params may have been updated and others not: load an earlier checkpoint.
+ *            The context and its other optimizers go on as far as the device does. A save or load
+ *            that fails because of its files does not poison the optimizer: its own ticket returns
+ *            the cause, and if no call has returned that cause yet, the next offload_optimizer_wait
+ *            with ticket 0 returns it, once. A copy of a stash that fails poisons the stash: later
+ *            calls return POISONED, except get_stats; destroy works.
  * Threads.   Threads may use different handles at the same time. The caller makes sure that only
  *            one thread at a time calls functions with the same handle, except
  *            offload_optimizer_wait, _step_result and _get_stats, and all functions of a stash: any
@@ -1093,6 +1094,29 @@ typedef struct offload_stats {
 /* Tells what the optimizer holds now, and totals since create. */
 OFFLOAD_API int32_t offload_optimizer_get_stats(offload_optimizer_t optimizer,
                                                 offload_stats_t* stats);
+
+/* ------------------------------------------------------------------------------------ traces -- */
+/* A trace is a picture of what the library's threads and streams do, and when: which chunk is
+ * copied, updated, and waited for. It is a file that ui.perfetto.dev and chrome://tracing open;
+ * docs/TRACE.md tells what its rows mean. A trace changes no bit of any result. Where none is
+ * recorded, the library reads one word where an event would be. */
+
+/* Begins to record the queued work of the optimizer, and its calls, into a ring of ring_bytes (0 =
+ * 16 MiB, for about 300,000 events; at least 4096). The library takes the ring now, as host memory
+ * that no plan counts, and stop frees it. When the ring is full, each new event drops the oldest.
+ * Errors: INVALID_STATE (not committed; a trace has been started, or the last one was not written),
+ * INVALID_ARGUMENT (ring_bytes), OUT_OF_HOST_MEMORY, POISONED, DEVICE_FAILED. */
+OFFLOAD_API int32_t offload_optimizer_trace_start(offload_optimizer_t optimizer,
+                                                  uint64_t ring_bytes);
+
+/* Waits, without limit, until everything that has been queued has run, a save too; ends the
+ * recording; and writes the trace to path, in the place of a file that is there. If path is NULL,
+ * the trace is given up. *dropped is how many events the ring had no room for; dropped may be NULL.
+ * After a failure of queued work it writes what led to it.
+ * Errors: INVALID_STATE (no trace has been started), IO_FAILED (path; the recording has ended and
+ * is kept, call again with another path). */
+OFFLOAD_API int32_t offload_optimizer_trace_stop(offload_optimizer_t optimizer, const char* path,
+                                                 uint64_t* dropped);
 
 /* ------------------------------------------------------------------------------ checkpoints -- */
 /* A checkpoint is a directory: safetensors files with the state, which other tools can open, and a

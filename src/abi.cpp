@@ -604,6 +604,21 @@ int32_t offload_optimizer_get_stats(offload_optimizer_t optimizer, offload_stats
 
 // ---------------------------------------------------------------------------------- checkpoints --
 
+int32_t offload_optimizer_trace_start(offload_optimizer_t optimizer, uint64_t ring_bytes) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    return found->StartTrace(ring_bytes);
+  });
+}
+
+int32_t offload_optimizer_trace_stop(offload_optimizer_t optimizer, const char* path,
+                                     uint64_t* dropped) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Optimizers::Instance().Find(optimizer, "optimizer"));
+    return found->StopTrace(path, dropped);
+  });
+}
+
 int32_t offload_optimizer_save(offload_optimizer_t optimizer, const offload_save_options_t* options,
                                offload_ticket_t* ticket) {
   return QueueWork(optimizer, ticket, [&](Optimizer& found) -> Result<offload_ticket_t> {

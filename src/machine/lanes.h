@@ -15,6 +15,7 @@
 #include "machine/link.h"
 #include "machine/pinned_room.h"
 #include "machine/timeline.h"
+#include "machine/trace/trace.h"
 #include "memory/staging.h"
 
 namespace hybridopt {
@@ -176,6 +177,7 @@ class Lanes {
 
   Device& device() { return context_.device(); }
   LinkUser& link() { return link_; }
+  Trace& trace() { return trace_; }
   StagingRing& ring() { return ring_.staging(); }
   void AddNodeBytes(NodeBytes* sum) const {
     ring_.AddNodeBytes(sum);
@@ -209,7 +211,8 @@ class Lanes {
   double* host_block_sums = nullptr;        // pinned: block_sums, for a verdict made on the host
 
  private:
-  explicit Lanes(Context& context) : context_(context), link_(context.link()) {}
+  explicit Lanes(Context& context)
+      : context_(context), link_(context.link()), trace_(context.device()) {}
   Status CreateAll(const LaneSizes& sizes);
   Status CreateStreams(bool streams_state);
   Result<StreamHandle> NewStream(const char* label);
@@ -217,6 +220,7 @@ class Lanes {
 
   Context& context_;
   LinkUser link_;
+  Trace trace_;                        // of the optimizer
   std::vector<StreamHandle> streams_;  // to destroy
   std::vector<EventHandle> events_;    // to destroy
   std::vector<EventHandle> ready_;     // kMaxProducers per slot of the timeline

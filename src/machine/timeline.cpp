@@ -90,9 +90,18 @@ Status Timeline::AwaitOne(std::unique_lock<std::mutex>& lock, uint64_t sequence,
 Status Timeline::WaitForAll(int64_t timeout_ns) {
   std::unique_lock lock(mutex_);
   const uint64_t last = submitted_.load();
-  const auto completed = [&] { return executed_ >= last && (held_ == 0 || held_ > last); };
-  HYBRIDOPT_TRY(Await(lock, last, completed, timeout_ns));
+  HYBRIDOPT_TRY(AwaitUpTo(lock, last, timeout_ns));
   return TakeUnreported(last);
+}
+
+Status Timeline::AwaitAll() {
+  std::unique_lock lock(mutex_);
+  return AwaitUpTo(lock, submitted_.load(), -1);
+}
+
+Status Timeline::AwaitUpTo(std::unique_lock<std::mutex>& lock, uint64_t last, int64_t timeout_ns) {
+  const auto completed = [&] { return executed_ >= last && (held_ == 0 || held_ > last); };
+  return Await(lock, last, completed, timeout_ns);
 }
 
 Status Timeline::Await(std::unique_lock<std::mutex>& lock, uint64_t sequence,

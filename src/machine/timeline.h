@@ -66,6 +66,8 @@ class Timeline : private RunnerPool::Task {
   // Waits for all pieces that have been submitted before this call. If pieces failed alone, returns
   // the first of these failures that no call has returned yet; each is returned once.
   Status WaitForAll(int64_t timeout_ns);
+  // Waits for the same pieces, without limit, and returns no failure of a piece alone.
+  Status AwaitAll();
 
   // Called while the piece runs: the piece continues in the background, and completes when Release
   // is called. Until then a runner calls Settle every `round_ns` if there is no other work (0:
@@ -137,6 +139,7 @@ class Timeline : private RunnerPool::Task {
   bool CannotComplete(uint64_t sequence) const;
   Status Await(std::unique_lock<std::mutex>& lock, uint64_t sequence, FunctionRef<bool()> completed,
                int64_t timeout_ns);
+  Status AwaitUpTo(std::unique_lock<std::mutex>& lock, uint64_t last, int64_t timeout_ns);
   Status AwaitOne(std::unique_lock<std::mutex>& lock, uint64_t sequence, int64_t timeout_ns);
   Status OutcomeOf(uint64_t sequence);
   Status TakeUnreported(uint64_t sequence);

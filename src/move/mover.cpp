@@ -1,8 +1,8 @@
 #include "move/mover.h"
 
 #include <algorithm>
+#include <optional>
 
-#include "base/profiler_range.h"
 #include "runtime/parallel_copy.h"
 
 namespace hybridopt {
@@ -73,7 +73,16 @@ Mover::Mover(Context& context, const ParamTable& table, const StateShape& shape,
 }
 
 Status Mover::Run(MoveRequest& request, uint64_t* bytes) {
-  const ProfilerRange range(RowOf(request.move).name);
+  lanes_.trace().SetAnchor(lanes_.compute);
+  const uint64_t before_bytes = *bytes;
+  TraceRange range(lanes_.trace(), TraceRow::kSteps, RowOf(request.move).name);
+  const Status status = RunMove(request, bytes);
+  range.SetBytes(*bytes - before_bytes);
+  lanes_.trace().Collect();
+  return status;
+}
+
+Status Mover::RunMove(MoveRequest& request, uint64_t* bytes) {
   HYBRIDOPT_TRY(UseDeviceMemory(request));
   copies_.clear();
   switch (request.move) {
@@ -162,11 +171,17 @@ Status Mover::CopyListed(Direction direction, uint64_t* bytes) {
   if (device_.unified()) return CopyByWorkers(direction);
   const StreamHandle streams[2] = {direction == Direction::kDown ? lanes_.down : lanes_.up,
                                    lanes_.compute};
+  const char* const name = direction == Direction::kDown ? "move down" : "move up";
+  const TraceRow row = direction == Direction::kDown ? TraceRow::kCopiesDown : TraceRow::kCopiesUp;
+  std::optional<TraceWork> works[2];
+  works[0].emplace(lanes_.trace(), row, streams[0], name);
+  works[1].emplace(lanes_.trace(), TraceRow::kDeviceUpdate, streams[1], name);
   uint32_t pieces = 0;
   for (const Copy& copy : copies_) {
     for (uint64_t begin = 0; begin < copy.bytes; begin += kCopyPieceBytes, ++pieces) {
       const uint64_t piece = std::min(kCopyPieceBytes, copy.bytes - begin);
       const StreamHandle stream = streams[pieces % 2];
+      works[pieces % 2]->AddBytes(piece);
       if (direction == Direction::kDown) {
         HYBRIDOPT_TRY(device_.CopyToHost(stream, copy.host + begin, copy.device + begin, piece));
       } else {
@@ -177,6 +192,7 @@ Status Mover::CopyListed(Direction direction, uint64_t* bytes) {
       }
     }
   }
+  for (std::optional<TraceWork>& work : works) work.reset();
   for (uint32_t i : {0, 1}) HYBRIDOPT_TRY(device_.Record(lanes_.moved[i], streams[i]));
   for (EventHandle event : lanes_.moved) HYBRIDOPT_TRY(lanes_.Wait(event, kMoved));
   if (direction == Direction::kUp) lanes_.link().ArrivedUpTo(lanes_.link().queued_up_bytes());
@@ -215,10 +231,14 @@ Status Mover::OffloadGrads(const MoveRequest& request, uint64_t* bytes) {
   HYBRIDOPT_TRY(QueueBlockSums(request));
   // One stream copies whole gradients, one directly after the other: the host does nothing between
   // two copies.
-  for (const Copy& copy : copies_) {
-    *bytes += copy.bytes;
-    if (copy.bytes > 0)
-      HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, copy.host, copy.device, copy.bytes));
+  {
+    TraceWork work(lanes_.trace(), TraceRow::kCopiesDown, lanes_.down, "move down");
+    for (const Copy& copy : copies_) {
+      *bytes += copy.bytes;
+      work.AddBytes(copy.bytes);
+      if (copy.bytes > 0)
+        HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, copy.host, copy.device, copy.bytes));
+    }
   }
   HYBRIDOPT_TRY(device_.Record(lanes_.moved[0], lanes_.down));
   HYBRIDOPT_TRY(lanes_.Wait(lanes_.grads_summed, "the norms of gradients being moved"));
@@ -241,6 +261,7 @@ Status Mover::QueueBlockSums(const MoveRequest& request) {
     NormLaunch launch{};
     launch.inputs = norm_inputs_;
     launch.block_sums = lanes_.block_sums;
+    const TraceWork work(lanes_.trace(), TraceRow::kDeviceUpdate, lanes_.compute, "norm");
     HYBRIDOPT_TRY(device_.Norm(lanes_.compute, launch));
     HYBRIDOPT_TRY(device_.CopyToHost(lanes_.compute, lanes_.host_block_sums, lanes_.block_sums,
                                      blocks * sizeof(double)));
@@ -292,6 +313,7 @@ Status Mover::AddInPlace(std::span<const MoveItem> items) {
   for (const MoveItem& item : items) total += table_.param(item.param).count;
   const uint32_t workers = context_.workers().threads();
   return context_.workers().Run([&](uint32_t worker) {
+    const TraceSpan span(lanes_.trace(), WorkerRow(worker), "add gradients");
     const WorkRange mine = RangeOfWorker(total, kWorkGrainElements, worker, workers);
     uint64_t first = 0;  // the number of elements of the params before this one
     for (const MoveItem& item : items) {
@@ -314,9 +336,13 @@ Status Mover::AddStaged(std::span<const MoveItem> items) {
     const GradPiece piece = coming.Next();
     if (piece.item == nullptr) return {};
     const uint32_t slot = static_cast<uint32_t>(brought++ % ring.slots());
-    HYBRIDOPT_TRY(device_.CopyToHost(
-        lanes_.down, ring.grads(slot), GradAddress(*piece.item, piece.begin),
-        (piece.end - piece.begin) * DtypeBytes(table_.param(piece.item->param).grad_dtype)));
+    const uint64_t piece_bytes =
+        (piece.end - piece.begin) * DtypeBytes(table_.param(piece.item->param).grad_dtype);
+    TraceWork work(lanes_.trace(), TraceRow::kCopiesDown, lanes_.down, "move down");
+    work.AddBytes(piece_bytes);
+    HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, ring.grads(slot),
+                                     GradAddress(*piece.item, piece.begin), piece_bytes));
+    work.End();
     return device_.Record(lanes_.landed(slot).end, lanes_.down);
   };
   for (uint32_t slot = 0; slot < ring.slots(); ++slot) HYBRIDOPT_TRY(bring_down());
@@ -335,6 +361,7 @@ Status Mover::AddByWorkers(const GradPiece& piece, const std::byte* grad) {
   const uint32_t workers = context_.workers().threads();
   const uint64_t element_bytes = DtypeBytes(table_.param(piece.item->param).grad_dtype);
   return context_.workers().Run([&](uint32_t worker) {
+    const TraceSpan span(lanes_.trace(), WorkerRow(worker), "add gradients");
     const WorkRange range =
         RangeOfWorker(piece.end - piece.begin, kWorkGrainElements, worker, workers);
     Add({piece.item, piece.begin + range.begin, piece.begin + range.end},

@@ -69,6 +69,7 @@ class Mover {
   struct GradPiece;
   class GradPieces;
 
+  Status RunMove(MoveRequest& request, uint64_t* bytes);
   Status CopyResource(const MoveRequest& request, uint64_t* bytes);
   void ListParams(const MoveRequest& request);
   void ListGrads(const MoveRequest& request);

@@ -3,12 +3,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/profiler_range.h"
-
 namespace hybridopt {
 
 Status ResidenceChanger::Run(ResidenceRequest& request) {
-  const ProfilerRange range("change the device fraction");
+  const TraceRange range(lanes_.trace(), TraceRow::kSteps, "change the device fraction");
   HYBRIDOPT_TRY(memory_.Grow(request.residence, request.pages));
   // The copies need a staging ring: the new one, or the old one if the new residence needs none.
   const bool ring_first = request.ring.has_value() && request.ring->staging().slots() > 0;

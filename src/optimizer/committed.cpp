@@ -51,7 +51,8 @@ void Committed::MakeParts(const Comm& comm, const offload_optimizer_options_t& o
   residence_changer = std::make_unique<ResidenceChanger>(context, table, shape, residence, chunks,
                                                          *memory, *lanes, *swap, *changes);
   checkpoints = std::make_unique<Checkpoints>(
-      context, Saver::Saved{table, shape, residence, chunks, Locator()}, step_counts, comm);
+      context, Saver::Saved{table, shape, residence, chunks, Locator(), lanes->trace()},
+      step_counts, comm);
   lifecycle = std::make_unique<Lifecycle>(table, options.movable,
                                           StateBytes(shape, decided.residence, Tier::kDevice));
 }

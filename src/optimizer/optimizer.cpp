@@ -293,6 +293,7 @@ Status Optimizer::CheckCommitted() const {
 
 Result<offload_ticket_t> Optimizer::Step(const offload_step_options_t& options) {
   HYBRIDOPT_TRY(CheckCommitted());
+  const TraceSpan span(trace(), TraceRow::kCallers, "call step");
   Committed& committed = *committed_;
   HYBRIDOPT_ASSIGN(const uint32_t slot, NextSlot());
   if (committed.steps_queued - committed.steps_done >= StepPipeline::kMaxQueuedSteps)
@@ -531,6 +532,7 @@ Result<offload_step_result_t> Optimizer::StepResult(offload_ticket_t ticket) con
 
 Status Optimizer::Wait(offload_ticket_t ticket, int64_t timeout_ns) {
   HYBRIDOPT_TRY(CheckCommitted());
+  const TraceSpan span(trace(), TraceRow::kCallers, "wait");
   HYBRIDOPT_ASSIGN(const uint64_t sequence, SequenceOf(ticket));
   Timeline& timeline = *committed_->timeline;
   return ticket == 0 ? timeline.WaitForAll(timeout_ns) : timeline.Wait(sequence, timeout_ns);
@@ -547,6 +549,7 @@ Status Optimizer::AwaitIssued(uint64_t sequence, uint64_t mark) {
 Status Optimizer::StreamWait(offload_ticket_t ticket, StreamHandle stream,
                              std::span<const uint32_t> params) {
   HYBRIDOPT_TRY(CheckCommitted());
+  const TraceSpan span(trace(), TraceRow::kCallers, "stream wait");
   HYBRIDOPT_ASSIGN(const uint64_t sequence, SequenceOf(ticket));
   HYBRIDOPT_TRY(context_->device().CheckStream(stream));
   HYBRIDOPT_TRY(CheckParams("params", params));

@@ -84,6 +84,10 @@ class Optimizer {
   Status AcknowledgeChanges(uint64_t take);
   Status MarkChanged(std::span<const uint32_t> params);
   offload_stats_t Stats() const;
+  // These two are implemented in optimizer_trace.cpp. A path of NULL gives the trace up; `dropped`
+  // may be NULL.
+  Status StartTrace(uint64_t ring_bytes);
+  Status StopTrace(const char* path, uint64_t* dropped);
   Status GradsToKeep(std::span<uint8_t> keep) const;
 
  private:
@@ -137,6 +141,7 @@ class Optimizer {
   Status AwaitIssued(uint64_t sequence, uint64_t mark);
   uint64_t MarkOf(std::span<const uint32_t> params, uint64_t sequence) const;
   EventHandle ReadyEvent(uint32_t slot) const;
+  Trace& trace() const { return committed_->lanes->trace(); }
   ParamLocation LocationOf(uint32_t param) const;
   std::vector<ParamLocation> LocationsNow() const;
   void Remember(uint64_t sequence, const offload_step_result_t& result);

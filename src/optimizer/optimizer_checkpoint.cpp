@@ -73,6 +73,7 @@ std::vector<ParamLocation> Optimizer::LocationsNow() const {
 
 Result<offload_ticket_t> Optimizer::Save(const offload_save_options_t& options) {
   HYBRIDOPT_TRY(CheckCommitted());
+  const TraceSpan span(trace(), TraceRow::kCallers, "call save");
   HYBRIDOPT_ASSIGN(const uint32_t slot, NextSlot());
   HYBRIDOPT_TRY(CheckOptions(options, OFFLOAD_SAVE_MASTERS_ONLY));
   HYBRIDOPT_ASSIGN(std::string path, checkpoint::AbsolutePath(context_->files(), options.path));
@@ -90,6 +91,7 @@ Result<offload_ticket_t> Optimizer::Save(const offload_save_options_t& options) 
 
 Result<offload_ticket_t> Optimizer::Load(const offload_load_options_t& options) {
   HYBRIDOPT_TRY(CheckCommitted());
+  const TraceSpan span(trace(), TraceRow::kCallers, "call load");
   HYBRIDOPT_ASSIGN(const uint32_t slot, NextSlot());
   constexpr uint32_t kFlags =
       OFFLOAD_LOAD_FRESH_MOMENTS | OFFLOAD_LOAD_KEEP_STEPS | OFFLOAD_LOAD_NO_VERIFY;

@@ -9,6 +9,7 @@ namespace hybridopt {
 Result<offload_ticket_t> Optimizer::MoveResource(Move move, std::span<const uint32_t> params,
                                                  std::span<const offload_stream_t> streams) {
   HYBRIDOPT_TRY(CheckCommitted());
+  const TraceSpan span(trace(), TraceRow::kCallers, "call move");
   Committed& committed = *committed_;
   HYBRIDOPT_ASSIGN(const uint32_t slot, NextSlot());
   HYBRIDOPT_TRY(CheckParams("options.params", params));

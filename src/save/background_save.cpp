@@ -4,7 +4,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/profiler_range.h"
 #include "checkpoint/file_io.h"
 #include "save/file_failure.h"
 #include "save/optimizer_manifest.h"
@@ -222,7 +221,7 @@ Status BackgroundSave::PublishOnce() {
 // The rename comes last: after a crash at any point there is either the whole checkpoint under its
 // name, or no checkpoint.
 Status BackgroundSave::Publish() {
-  const ProfilerRange range("publish save");
+  const TraceRange range(saver_->trace(), TraceRow::kSteps, "publish save");
   system::Files& files = context_.files();
   const std::string& path = directory_->path();
   HYBRIDOPT_TRY(checkpoint::SyncDirectory(files, path));

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/profiler_range.h"
 #include "base/system.h"
 #include "base/utf8.h"
 #include "save/file_failure.h"
@@ -77,7 +76,7 @@ Status Checkpoints::CheckRoom() const {
 Status Checkpoints::Load(const LoadRequest& request, EventHandle ready, Timeline& timeline,
                          uint64_t sequence) {
   HYBRIDOPT_TRY(save_.AwaitEnd());
-  const ProfilerRange range("load");
+  const TraceRange range(saved_.trace, TraceRow::kSteps, "load");
   std::optional<Loader> loader;
   Status status;
   HYBRIDOPT_TRY(Prepare(request, &loader, &status));

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/profiler_range.h"
 #include "base/system.h"
 #include "checkpoint/file_io.h"
 #include "checkpoint/format/hash.h"
@@ -120,14 +119,17 @@ void Saver::Start(std::string directory, Status failure, Owner& owner) {
 }
 
 void Saver::RunThread() {
-  const ProfilerRange range("save");
-  outcome_ = CatchExceptions("a save", [this]() -> Status {
-    HYBRIDOPT_TRY(TakeMemory());
-    return Write();
-  });
-  FreeTransfer();
-  if (outcome_.ok() && point_.rank != 0)
-    outcome_ = CatchExceptions("a save", [this] { return WritePart(); });
+  {
+    TraceRange range(trace_, TraceRow::kSave, "save");
+    range.SetBytes(manifest_.files[0].bytes);
+    outcome_ = CatchExceptions("a save", [this]() -> Status {
+      HYBRIDOPT_TRY(TakeMemory());
+      return Write();
+    });
+    FreeTransfer();
+    if (outcome_.ok() && point_.rank != 0)
+      outcome_ = CatchExceptions("a save", [this] { return WritePart(); });
+  }
   owner_->Written();
 }
 

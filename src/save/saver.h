@@ -17,6 +17,7 @@
 #include "checkpoint/format/hash.h"
 #include "machine/context.h"
 #include "machine/pinned_room.h"
+#include "machine/trace/trace.h"
 #include "place/capture.h"
 #include "place/state_locator.h"
 #include "state_io/state_reader.h"
@@ -64,6 +65,7 @@ class Saver {
     const Residence& residence;  // the timeline's, as the chunks
     const ChunkTable& chunks;
     StateLocator locator;
+    Trace& trace;
   };
   // Decides the offset of each array in the file. Steps put aside what the save has not read into
   // the buffer.
@@ -84,6 +86,7 @@ class Saver {
   // 0, so is the rank's part of the manifest.
   Status Join();
 
+  Trace& trace() const { return trace_; }
   const SaveRequest& request() const { return request_; }
   // This rank's part of the manifest. To be called after Join has returned OK.
   checkpoint::Manifest TakeManifest() { return std::move(manifest_); }
@@ -99,6 +102,7 @@ class Saver {
         request_(std::move(request)),
         point_(point),
         locator_(saved.locator),
+        trace_(saved.trace),
         capture_(saved.shape, saved.residence, saved.chunks) {}
 
   Status LayOut(const ParamTable& table, const StateShape& shape);
@@ -124,6 +128,7 @@ class Saver {
   const SaveRequest request_;
   const SavePoint point_;
   const StateLocator locator_;
+  Trace& trace_;
   std::string directory_;
   Capture capture_;
   std::string head_;

@@ -64,7 +64,11 @@ uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const StateShape& s
 
 Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture* capture,
                          const StepMarks& marks, offload_step_result_t* result) {
+  Trace& trace = lanes_.trace();
+  trace.SetStep(step_counts_.applied() + 1);
+  trace.SetAnchor(lanes_.compute);
   const ProfilerRange range("step", step_counts_.applied() + 1);
+  const TraceSpan span(trace, TraceRow::kSteps, "step");
   const int64_t begin_ns = system::NowNs();
   capture_ = capture;
   marks_ = &marks;
@@ -80,6 +84,8 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
   HYBRIDOPT_TRY(PutBorrowedAside(result));
   CountStep(verdict, result);
   early_.End(request, result);
+  trace.Collect();
+  trace.SetStep(step_counts_.applied() + 1);
   return {};
 }
 
@@ -144,7 +150,7 @@ Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
 Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_t* result,
                                 Verdict* verdict) {
   if (NeedsNorm(request)) {
-    const ProfilerRange range("norm");
+    const TraceRange range(lanes_.trace(), TraceRow::kSteps, "norm");
     Stopwatch norm(result->norm_seconds);
     ListNormInputs();
     HYBRIDOPT_TRY(host_norm_sums_.Sum(context_, norm_inputs_));
@@ -186,8 +192,10 @@ Status StepPipeline::UpdateInPlace(const HostStep& step, const WorkRange& range)
   updater_.PutAside(step, 0, range);
   const ProfilerRange updating("update", 0);
   updater_.Begin(plan_, 0, range, work_);
-  const Status status = work_.pieces.Share(
-      context_.workers(), [&](uint32_t worker) { updater_.Update(step, 0, {}, work_, worker); });
+  const Status status = work_.pieces.Share(context_.workers(), [&](uint32_t worker) {
+    const TraceSpan span(lanes_.trace(), WorkerRow(worker), "update", 0);
+    updater_.Update(step, 0, {}, work_, worker);
+  });
   updater_.Copied(step, 0, range, status.ok());
   return status;
 }
@@ -212,7 +220,7 @@ Status StepPipeline::PutBorrowedAside(offload_step_result_t* result) {
 
 // Waits until the gradients are ready. The caller's stream may itself be waiting for the save.
 Status StepPipeline::AwaitGradients(EventHandle ready) {
-  const ProfilerRange range("await gradients");
+  const TraceRange range(lanes_.trace(), TraceRow::kSteps, "await gradients");
   return lanes_.WaitForCaller(ready, "the gradients", [this]() -> Result<bool> {
     if (capture_ == nullptr || !capture_->borrows()) return false;
     return capture_->AwaitBorrowed();
@@ -237,7 +245,7 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
   HYBRIDOPT_TRY(AwaitGradients(ready));
   Stopwatch total(result->total_seconds);
   {
-    const ProfilerRange range("norm");
+    const TraceRange range(lanes_.trace(), TraceRow::kSteps, "norm");
     Stopwatch norm(result->norm_seconds);
     HYBRIDOPT_ASSIGN(*verdict, AwaitVerdict(request));
   }
@@ -348,6 +356,7 @@ Status StepPipeline::QueueVerdict(const StepRequest& request) {
   launch.grad_scale = request.grad_scale;
   launch.grad_norm_max = request.grad_norm_max;
   launch.verdict = on_device ? lanes_.device_verdict : nullptr;
+  TraceWork work(lanes_.trace(), TraceRow::kDeviceUpdate, lanes_.compute, "norm");
   HYBRIDOPT_TRY(device_.Norm(lanes_.compute, launch));
   if (on_device) {
     HYBRIDOPT_TRY(device_.CopyToHost(lanes_.compute, lanes_.host_verdict, lanes_.device_verdict,
@@ -356,6 +365,7 @@ Status StepPipeline::QueueVerdict(const StepRequest& request) {
     HYBRIDOPT_TRY(device_.CopyToHost(lanes_.compute, lanes_.host_block_sums, lanes_.block_sums,
                                      shape_.norm_blocks * sizeof(double)));
   }
+  work.End();
   return device_.Record(lanes_.verdict_known, lanes_.compute);
 }
 

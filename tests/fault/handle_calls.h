@@ -77,6 +77,16 @@ inline std::vector<HandleCall> WithChangesCalls(std::vector<HandleCall> calls) {
   return calls;
 }
 
+// Every call about traces.
+inline std::vector<HandleCall> TraceCalls() {
+  const auto as = [](void* handle) { return static_cast<offload_optimizer_t>(handle); };
+  return {
+      {"trace_start", [=](void* h) { return offload_optimizer_trace_start(as(h), 0); }},
+      {"trace_stop",
+       [=](void* h) { return offload_optimizer_trace_stop(as(h), nullptr, nullptr); }},
+  };
+}
+
 // Every call that takes an optimizer.
 inline std::vector<HandleCall> OptimizerCalls() {
   static float values[1];

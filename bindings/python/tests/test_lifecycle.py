@@ -4,6 +4,7 @@ where freed memory shows in the storages. They compare every bit with a training
 import contextlib
 import copy
 import gc
+import json
 import sys
 import time
 import warnings
@@ -1065,3 +1066,112 @@ def test_plots_without_matplotlib_say_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'hybridopt\[plots\]'"):
         optimizer.plot_timeline(tmp_path / "timeline.png")
+
+
+# ----------------------------------------------------------------------------------------- traces --
+
+
+def trained_in_trace(path=None, steps=3, **options):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 3))
+    optimizer = hybridopt.AdamW(model.parameters(), lr=1e-2, threads=2, **options)
+
+    def train():
+        for _ in range(steps):
+            model(torch.randn(4, 40)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if path is None:
+        train()
+        optimizer.close()
+        return [models.bits([param]) for param in model.parameters()], None
+    with optimizer.trace(path) as trace:
+        train()
+    optimizer.close()
+    return [models.bits([param]) for param in model.parameters()], trace
+
+
+def traced_events(path):
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    return [
+        (rows[event["tid"]], event["name"], event["args"]["step"])
+        for event in events
+        if event["ph"] == "X"
+    ]
+
+
+def test_a_trace_has_each_step_and_changes_no_bit(tmp_path):
+    path = tmp_path / "step.json"
+    traced, trace = trained_in_trace(path)
+    assert trace.dropped == 0
+    untraced, _ = trained_in_trace()
+    assert traced == untraced
+    events = traced_events(path)
+    assert [step for _, name, step in events if name == "step"] == [1, 2, 3]
+    # Updates that are too small to be shared are all done as worker 0.
+    assert [event for event in events if event[0].startswith("worker")] == [
+        ("worker 0", "update", step) for step in (1, 2, 3)
+    ]
+    told = json.loads(path.read_text())["otherData"]
+    assert (told["library"], told["dropped_events"]) == ("hybridopt", 0)
+
+
+def test_overlap_and_a_save_are_in_the_picture(tmp_path):
+    model = nn.Linear(40, 30)
+    optimizer = hybridopt.AdamW(model.parameters(), lr=1e-2, threads=2, overlap=model)
+    with optimizer.trace(tmp_path / "step.json"):
+        for _ in range(3):
+            model(torch.randn(4, 40)).sum().backward()
+            optimizer.step()
+        optimizer.save_checkpoint(tmp_path / "saved")
+    events = traced_events(tmp_path / "step.json")
+    assert [step for _, name, step in events if name == "step"] == [1, 2, 3]
+    assert [name for row, name, _ in events if row == "save"] == ["save"]
+    optimizer.close()
+
+
+def test_a_small_ring_tells_what_it_dropped(tmp_path):
+    model = nn.Linear(4, 3)
+    optimizer = hybridopt.AdamW(model.parameters(), threads=1)
+    with optimizer.trace(tmp_path / "step.json", ring_bytes=4096) as trace:
+        for _ in range(100):
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+    assert trace.dropped > 0
+    assert len(traced_events(tmp_path / "step.json")) <= 4096 // 40
+    optimizer.close()
+
+
+def test_wrong_uses_are_told(tmp_path):
+    model = nn.Linear(4, 3)
+    optimizer = hybridopt.AdamW(model.parameters(), threads=1)
+    with pytest.raises(ValueError, match="Invalid ring_bytes: 'x', expected bytes"):
+        optimizer.trace(tmp_path / "step.json", ring_bytes="x")
+    with pytest.raises(abi.HybridoptError, match="ring_bytes is 5, expected 4096 to"):
+        with optimizer.trace(tmp_path / "step.json", ring_bytes=5):
+            pass
+    missing = tmp_path / "missing" / "step.json"
+    with pytest.raises(
+        abi.HybridoptError, match="missing/step.json'.*No such file.*give trace.. another path"
+    ):
+        with optimizer.trace(missing):
+            pass
+    # An error of the block is not hidden by one of the trace, and neither ends the next trace.
+    with pytest.raises(ZeroDivisionError):
+        with optimizer.trace(missing):
+            1 / 0  # noqa: B018
+    with optimizer.trace(tmp_path / "step.json"):
+        with pytest.raises(abi.HybridoptError, match="leave its with statement first"):
+            with optimizer.trace(tmp_path / "other.json"):
+                pass
+    assert (tmp_path / "step.json").exists() and not (tmp_path / "other.json").exists()
+    with pytest.raises(abi.HybridoptError, match="late.json' ends early.*params were added"):
+        with optimizer.trace(tmp_path / "late.json"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, requires_grad=True))]})
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+    with pytest.raises(abi.HybridoptError, match="late.json' ends early.*was closed"):
+        with optimizer.trace(tmp_path / "late.json"):
+            optimizer.close()

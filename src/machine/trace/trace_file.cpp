@@ -127,7 +127,8 @@ class NewFile {
   Status Failure(int64_t error) const {
     return Status::Error(OFFLOAD_IO_FAILED,
                          "path is '%.500s', and no trace could be written there: %s; the trace is "
-                         "kept, write it to another path",
+                         "kept, call offload_optimizer_trace_stop again with another path (NULL "
+                         "gives the trace up)",
                          Printable(path_).c_str(),
                          system::ErrorText(static_cast<int>(-error)).c_str());
   }

@@ -1,4 +1,5 @@
-// The file of a trace: JSON in the format of Chrome's traces, which ui.perfetto.dev opens.
+// The file of a trace: JSON in the format of Chrome's traces, which ui.perfetto.dev opens. The page
+// docs/TRACE.md says what its rows and fields mean.
 #pragma once
 
 #include <string>

@@ -2,8 +2,6 @@
 
 #include <cstring>
 
-#include "base/profiler_range.h"
-
 namespace hybridopt {
 
 Status AsideCopier::Start() {
@@ -20,7 +18,7 @@ AsideCopier::~AsideCopier() {
 
 // The save waits for the event of each segment, so that it can go on while this waits for room.
 Status AsideCopier::QueueDeviceShare(Capture& capture) {
-  const ProfilerRange range("put the device's state aside");
+  const TraceRange range(lanes_.trace(), TraceRow::kSteps, "put the device's state aside");
   for (uint32_t id = 0; id < table_.size(); ++id) {
     const uint64_t end = plan_.device_count(id);
     Status status;
@@ -44,7 +42,7 @@ void AsideCopier::DeviceShareCopied(Capture& capture) const {
 }
 
 Status AsideCopier::PutChunkAside(Capture& capture, uint32_t chunk, StreamHandle stream) {
-  const ProfilerRange range("put aside", chunk);
+  const TraceRange range(lanes_.trace(), TraceRow::kDeviceRing, "put aside", chunk);
   const auto ranges = [&](Capture::Visit visit) {
     for (const Fragment& fragment : plan_.fragments(chunk))
       if (plan_.param(fragment.param).active) visit(fragment.param, fragment.begin, fragment.count);

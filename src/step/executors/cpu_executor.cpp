@@ -3,6 +3,7 @@
 #include "base/profiler_range.h"
 #include "base/system.h"
 #include "machine/stopwatch.h"
+#include "machine/trace/trace.h"
 
 namespace hybridopt {
 
@@ -62,7 +63,7 @@ Status CpuExecutor::GiveAll() {
   // When all taken chunks have been given, Retire may take another chunk.
   while (retired_ < taken_) {
     if (given_ == taken_) {
-      HYBRIDOPT_TRY(Retire());
+      HYBRIDOPT_TRY(AwaitRetire());
       continue;
     }
     HYBRIDOPT_TRY(AwaitNext());
@@ -75,11 +76,11 @@ Status CpuExecutor::GiveAll() {
 }
 
 Status CpuExecutor::AwaitNext() {
-  while (!HasSlot()) HYBRIDOPT_TRY(Retire());
+  while (!HasSlot()) HYBRIDOPT_TRY(AwaitRetire());
   const uint32_t slot = SlotOf(given_);
   const uint32_t chunk = slots_[slot].taken;
   {
-    const ProfilerRange range("await grads down", chunk);
+    const TraceRange range(lanes_.trace(), TraceRow::kSteps, "await grads down", chunk);
     HYBRIDOPT_TRY(lanes_.Wait(lanes_.landed(slot).end, "gradients coming down"));
   }
   updater_.PutAside(task_->step, chunk, {0, plan_.active_count(chunk)});
@@ -103,7 +104,7 @@ Status CpuExecutor::GiveNext() {
 }
 
 void CpuExecutor::AwaitWorkers() {
-  const ProfilerRange range("await workers");
+  const TraceRange range(lanes_.trace(), TraceRow::kSteps, "await workers");
   busy_.wait(true);
   context_.workers().Await(job_);  // the worker that did the last part may not have returned yet
 }
@@ -113,6 +114,13 @@ WorkerPool::Work CpuExecutor::PrepareNext() {
   slot.chunk = slot.taken;
   updater_.Begin(plan_, slot.chunk, {0, plan_.active_count(slot.chunk)}, slot.work);
   return {slot, slot};
+}
+
+// On the step's own thread, which waits here; a worker retires only what has arrived.
+Status CpuExecutor::AwaitRetire() {
+  const uint32_t chunk = slots_[SlotOf(retired_)].chunk;
+  const TraceSpan span(lanes_.trace(), TraceRow::kSteps, "await params up", chunk);
+  return Retire();
 }
 
 Status CpuExecutor::Retire() {
@@ -134,7 +142,7 @@ Status CpuExecutor::Retire() {
 // ------------------------------------------------------------------------------------- workers --
 
 void CpuExecutor::Update(Slot& slot, uint32_t worker) {
-  const ProfilerRange range("update", slot.chunk);
+  const TraceRange range(lanes_.trace(), WorkerRow(worker), "update", slot.chunk);
   const auto index = static_cast<uint32_t>(&slot - slots_.data());
   const ChunkBuffers buffers{lanes_.ring().grads(index), lanes_.ring().params(index)};
   updater_.Update(task_->step, slot.chunk, buffers, slot.work, worker);
@@ -212,6 +220,7 @@ Status CpuExecutor::BringDown(uint32_t number, offload_step_result_t* result) {
   const uint32_t chunk = slots_[slot].taken;
   const ProfilerRange range("queue grads down", chunk);
   lanes_.link().QueuedDown();
+  TraceWork work(lanes_.trace(), TraceRow::kCopiesDown, lanes_.down, "grads down", chunk);
   HYBRIDOPT_TRY(device_.Record(lanes_.landed(slot).begin, lanes_.down));
   for (const Fragment& fragment : plan_.fragments(chunk)) {
     const StepParam& param = plan_.param(fragment.param);
@@ -223,6 +232,7 @@ Status CpuExecutor::BringDown(uint32_t number, offload_step_result_t* result) {
                                        lanes_.ring().grads(slot) + fragment.grad_offset,
                                        grad + fragment.begin * element_bytes, bytes));
       result->grads_down_bytes += bytes;
+      work.AddBytes(bytes);
     }
     if (plan_.ParamComesDown(fragment.param)) {
       const uint64_t element_bytes = DtypeBytes(table_.param(fragment.param).dtype);
@@ -230,8 +240,10 @@ Status CpuExecutor::BringDown(uint32_t number, offload_step_result_t* result) {
       HYBRIDOPT_TRY(device_.CopyToHost(
           lanes_.down, lanes_.ring().params(slot) + fragment.param_offset,
           data + fragment.begin * element_bytes, fragment.count * element_bytes));
+      work.AddBytes(fragment.count * element_bytes);
     }
   }
+  work.End();
   return device_.Record(lanes_.landed(slot).end, lanes_.down);
 }
 
@@ -241,6 +253,7 @@ Status CpuExecutor::SendUp(uint32_t number) {
   const uint32_t slot = SlotOf(number);
   const uint32_t chunk = slots_[slot].chunk;
   const ProfilerRange range("queue params up", chunk);
+  TraceWork work(lanes_.trace(), TraceRow::kCopiesUp, lanes_.up, "params up", chunk);
   HYBRIDOPT_TRY(device_.Record(lanes_.uploaded(slot).begin, lanes_.up));
   for (const Fragment& fragment : plan_.fragments(chunk)) {
     const StepParam& param = plan_.param(fragment.param);
@@ -250,9 +263,11 @@ Status CpuExecutor::SendUp(uint32_t number) {
         lanes_.up, static_cast<std::byte*>(param.addresses.data) + fragment.begin * element_bytes,
         lanes_.ring().params(slot) + fragment.param_offset, fragment.count * element_bytes));
     task_->result->params_up_bytes += fragment.count * element_bytes;
+    work.AddBytes(fragment.count * element_bytes);
     lanes_.link().QueuedUp(fragment.count * element_bytes);
   }
   slots_[slot].queued_up = lanes_.link().queued_up_bytes();
+  work.End();
   return device_.Record(lanes_.uploaded(slot).end, lanes_.up);
 }
 

@@ -80,6 +80,7 @@ class CpuExecutor {
   // These run on the step's own thread.
   Status GiveAll();
   Status AwaitNext();
+  Status AwaitRetire();
   Status GiveNext();
   void AwaitWorkers();
   // These run on a worker.

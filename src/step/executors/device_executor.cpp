@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "base/profiler_range.h"
 #include "step/executors/device_updates.h"
 
 namespace hybridopt {
@@ -33,6 +32,7 @@ uint64_t DeviceExecutor::Bytes(const StateShape& shape) {
 
 Status DeviceExecutor::Queue(const StepPlan& plan) {
   Device& device = lanes_.device();
+  TraceWork work(lanes_.trace(), TraceRow::kDeviceUpdate, lanes_.compute, "update device share");
   HYBRIDOPT_TRY(device.Record(lanes_.device_updated.begin, lanes_.compute));
   updates_.clear();
   for (int32_t rule = 0; rule < kAllRuleCount; ++rule) {
@@ -46,11 +46,12 @@ Status DeviceExecutor::Queue(const StepPlan& plan) {
   for (uint32_t id = 0; id < table_.size() && plan.host_holds_grads(); ++id)
     if (plan.device_count(id) > 0 && plan.param(id).host_grad != nullptr)
       HYBRIDOPT_TRY(QueueFromHost(plan, id));
+  work.End();
   return device.Record(lanes_.device_updated.end, lanes_.compute);
 }
 
 Status DeviceExecutor::Await(double* seconds) {
-  const ProfilerRange range("await device update");
+  const TraceRange range(lanes_.trace(), TraceRow::kSteps, "await device update");
   HYBRIDOPT_TRY(lanes_.Wait(lanes_.device_updated.end, "the device's own update"));
   HYBRIDOPT_ASSIGN(const double taken, lanes_.Seconds(lanes_.device_updated));
   lanes_.link().ArrivedUpTo(lanes_.link().queued_up_bytes());

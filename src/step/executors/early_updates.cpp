@@ -5,7 +5,6 @@
 #include <cstring>
 #include <optional>
 
-#include "base/profiler_range.h"
 #include "base/system.h"
 
 namespace hybridopt {
@@ -168,6 +167,8 @@ uint64_t EarlyUpdates::Place(uint32_t chunk, Early* early) const {
 // If params are halves of masters, copies the params to the memory in which the update will read
 // them.
 Status EarlyUpdates::BringParams(const Early& early) {
+  if (!plan_.params_come_down()) return {};
+  TraceWork work(lanes_.trace(), TraceRow::kCopiesDown, lanes_.down, "params down", early.chunk);
   for (const Fragment& fragment : plan_.fragments(early.chunk)) {
     if (!plan_.ParamComesDown(fragment.param)) continue;
     const uint64_t element_bytes = DtypeBytes(table_.param(fragment.param).dtype);
@@ -175,6 +176,7 @@ Status EarlyUpdates::BringParams(const Early& early) {
     HYBRIDOPT_TRY(device_.CopyToHost(lanes_.down, early.params + fragment.param_offset,
                                      data + fragment.begin * element_bytes,
                                      fragment.count * element_bytes));
+    work.AddBytes(fragment.count * element_bytes);
   }
   return {};
 }
@@ -195,7 +197,7 @@ Status EarlyUpdates::BeginArrived() {
 
 Status EarlyUpdates::Undo() {
   if (!assumed_) return {};
-  const ProfilerRange range("undo early updates");
+  const TraceRange range(lanes_.trace(), TraceRow::kSteps, "undo early updates");
   AwaitWorkers();
   if (!kept_) HYBRIDOPT_TRY(Restore());
   Forget();
@@ -209,6 +211,7 @@ Status EarlyUpdates::Restore() {
     WorkPieces& pieces = jobs_[0].work.pieces;
     pieces.Reset({0, ElementsOf(early)}, kWorkGrainElements, kWorkPieceElements);
     HYBRIDOPT_TRY(pieces.Share(context_.workers(), [&](uint32_t worker) {
+      const TraceRange range(lanes_.trace(), WorkerRow(worker), "undo", early.chunk);
       updater_.Restore(plan_.fragments(early.chunk), ElementsOf(early), early.old, pieces, worker);
     }));
     undone_elements_ += ElementsOf(early);
@@ -220,7 +223,7 @@ Status EarlyUpdates::Restore() {
 
 void EarlyUpdates::Update(Job& job, uint32_t worker) {
   const Early& early = chunks_[job.number];
-  const ProfilerRange range("update early", early.chunk);
+  const TraceRange range(lanes_.trace(), WorkerRow(worker), "update early", early.chunk);
   const ChunkBuffers buffers{nullptr, early.params, &early.old};
   updater_.Update({plan_, coefficients_, nullptr}, early.chunk, buffers, job.work, worker);
 }
@@ -263,7 +266,7 @@ void EarlyUpdates::AwaitWorkers() {
 Status EarlyUpdates::Stop(const StepRequest& request) {
   if (!assumed_) return {};
   {
-    const ProfilerRange range("await early updates");
+    const TraceRange range(lanes_.trace(), TraceRow::kSteps, "await early updates");
     AwaitWorkers();
   }
   Learn();
@@ -329,6 +332,7 @@ Status EarlyUpdates::SendNext() {
 // These copies give way to no prefetch, because the forward pass waits for the params, and because
 // a worker must not wait here.
 Status EarlyUpdates::Send(const Early& early, EventHandle written) {
+  TraceWork work(lanes_.trace(), TraceRow::kCopiesUp, lanes_.up, "params up", early.chunk);
   for (const Fragment& fragment : plan_.fragments(early.chunk)) {
     const uint64_t element_bytes = DtypeBytes(table_.param(fragment.param).dtype);
     const uint64_t bytes = fragment.count * element_bytes;
@@ -337,7 +341,9 @@ Status EarlyUpdates::Send(const Early& early, EventHandle written) {
                                        early.params + fragment.param_offset, bytes));
     lanes_.link().QueuedUp(bytes);
     sent_bytes_ += bytes;
+    work.AddBytes(bytes);
   }
+  work.End();
   return device_.Record(written, lanes_.up);
 }
 
@@ -346,7 +352,7 @@ Status EarlyUpdates::Finish(offload_step_result_t* result) {
   HYBRIDOPT_TRY(status_);
   while (sent_ < chunks_.size()) HYBRIDOPT_TRY(SendNext());
   {
-    const ProfilerRange range("await early params up");
+    const TraceRange range(lanes_.trace(), TraceRow::kSteps, "await early params up");
     HYBRIDOPT_TRY(lanes_.Wait(written_[(sent_ - 1) % kEvents], "params going up"));
   }
   result->params_up_bytes += sent_bytes_;

@@ -143,7 +143,7 @@ Status StreamedExecutor::Finish(uint32_t number) {
   const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
   const uint32_t chunk = chunks_[SlotOf(number)];
   {
-    const ProfilerRange range("await state down", chunk);
+    const TraceRange range(lanes_.trace(), TraceRow::kDeviceRing, "await state down", chunk);
     HYBRIDOPT_TRY(lanes_.Wait(slot.down.end, "state coming down"));
   }
   lanes_.link().ArrivedUpTo(queued_up_[SlotOf(number)]);
@@ -162,11 +162,16 @@ Status StreamedExecutor::Finish(uint32_t number) {
 Status StreamedExecutor::QueueUp(uint32_t number) {
   const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
   lanes_.link().GiveWay(lanes_.stream_slot_bytes());
-  const ProfilerRange range("queue state up", chunks_[SlotOf(number)]);
+  const uint32_t chunk = chunks_[SlotOf(number)];
+  const ProfilerRange range("queue state up", chunk);
+  TraceWork work(lanes_.trace(), TraceRow::kCopiesUp, lanes_.up, "state up", chunk);
+  const uint64_t before_bytes = done_.state_up_bytes;
   HYBRIDOPT_TRY(device_.Record(slot.up.begin, lanes_.up));
   HYBRIDOPT_TRY(CopyStates(number, Direction::kUp));
-  HYBRIDOPT_TRY(CopyHeldGrads(number));
+  work.AddBytes(done_.state_up_bytes - before_bytes);
+  HYBRIDOPT_TRY(CopyHeldGrads(number, &work));
   queued_up_[SlotOf(number)] = lanes_.link().queued_up_bytes();
+  work.End();
   return device_.Record(slot.up.end, lanes_.up);
 }
 
@@ -174,6 +179,8 @@ Status StreamedExecutor::QueueUpdate(uint32_t number) {
   const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
   std::byte* const data = lanes_.stream_slot_data(SlotOf(number));
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.state_update, slot.up.end));
+  TraceWork work(lanes_.trace(), TraceRow::kStateUpdate, lanes_.state_update, "update state",
+                 chunks_[SlotOf(number)]);
   HYBRIDOPT_TRY(device_.Record(slot.updated.begin, lanes_.state_update));
   for (int32_t rule = 0; rule < kAllRuleCount; ++rule) {
     const size_t first = updates_.size();
@@ -183,6 +190,7 @@ Status StreamedExecutor::QueueUpdate(uint32_t number) {
                    updates_);
     HYBRIDOPT_TRY(Launch(Rule{rule}, first));
   }
+  work.End();
   return device_.Record(slot.updated.end, lanes_.state_update);
 }
 
@@ -190,8 +198,13 @@ Status StreamedExecutor::QueueDown(uint32_t number) {
   const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
   lanes_.link().QueuedDown();
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.down, slot.updated.end));
+  TraceWork work(lanes_.trace(), TraceRow::kCopiesDown, lanes_.down, "state down",
+                 chunks_[SlotOf(number)]);
+  const uint64_t before_bytes = done_.state_down_bytes;
   HYBRIDOPT_TRY(device_.Record(slot.down.begin, lanes_.down));
   HYBRIDOPT_TRY(CopyStates(number, Direction::kDown));
+  work.AddBytes(done_.state_down_bytes - before_bytes);
+  work.End();
   return device_.Record(slot.down.end, lanes_.down);
 }
 
@@ -290,7 +303,7 @@ std::byte* StreamedExecutor::HeldGrad(const Fragment& fragment, std::byte* slot)
   return slot + plan_.chunks().StateArea(kStateSlots) + fragment.first_element * sizeof(float);
 }
 
-Status StreamedExecutor::CopyHeldGrads(uint32_t number) {
+Status StreamedExecutor::CopyHeldGrads(uint32_t number, TraceWork* work) {
   for (const Fragment& fragment : plan_.fragments(chunks_[SlotOf(number)])) {
     const StepParam& param = plan_.param(fragment.param);
     if (!param.active || param.host_grad == nullptr) continue;
@@ -299,6 +312,7 @@ Status StreamedExecutor::CopyHeldGrads(uint32_t number) {
         lanes_.up, HeldGrad(fragment, lanes_.stream_slot_data(SlotOf(number))),
         param.host_grad + fragment.begin * element_bytes, fragment.count * element_bytes));
     lanes_.link().QueuedUp(fragment.count * element_bytes);
+    work->AddBytes(fragment.count * element_bytes);
   }
   return {};
 }

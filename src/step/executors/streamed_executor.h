@@ -70,7 +70,7 @@ class StreamedExecutor final : private SideThreads::Work {
   Status Launch(Rule rule, size_t first);
   Status CopyStates(uint32_t number, Direction direction);
   Status Copy(Direction direction, std::byte* host, std::byte* device, uint64_t bytes);
-  Status CopyHeldGrads(uint32_t number);
+  Status CopyHeldGrads(uint32_t number, TraceWork* work);
   DeviceUpdate UpdateOf(const Fragment& fragment, std::byte* slot) const;
   std::byte* HeldGrad(const Fragment& fragment, std::byte* slot) const;
 

@@ -781,6 +781,12 @@ extern "C" {
         optimizer: offload_optimizer_t,
         stats: *mut offload_stats_t,
     ) -> i32;
+    pub fn offload_optimizer_trace_start(optimizer: offload_optimizer_t, ring_bytes: u64) -> i32;
+    pub fn offload_optimizer_trace_stop(
+        optimizer: offload_optimizer_t,
+        path: *const c_char,
+        dropped: *mut u64,
+    ) -> i32;
     pub fn offload_optimizer_save(
         optimizer: offload_optimizer_t,
         options: *const offload_save_options_t,

@@ -956,6 +956,8 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "offload_optimizer_mark_changed": (ctypes.c_int32, [offload_optimizer_t, POINTER(ctypes.c_uint32), ctypes.c_uint32]),
     "offload_content_hash": (ctypes.c_int32, [ctypes.c_void_p, ctypes.c_uint64, POINTER(ctypes.c_uint64)]),
     "offload_optimizer_get_stats": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_stats_t)]),
+    "offload_optimizer_trace_start": (ctypes.c_int32, [offload_optimizer_t, ctypes.c_uint64]),
+    "offload_optimizer_trace_stop": (ctypes.c_int32, [offload_optimizer_t, ctypes.c_char_p, POINTER(ctypes.c_uint64)]),
     "offload_optimizer_save": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_save_options_t), POINTER(offload_ticket_t)]),
     "offload_optimizer_load": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_load_options_t), POINTER(offload_ticket_t)]),
     "offload_checkpoint_inspect": (ctypes.c_int32, [ctypes.c_char_p, POINTER(offload_checkpoint_info_t), offload_tensor_function_t, ctypes.c_void_p]),

@@ -4,6 +4,7 @@ that is not given is 0, which means the documented default."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import logging
@@ -387,6 +388,21 @@ class Optimizer(Handle):
         stats = blank(c.offload_stats_t)
         self._call("offload_optimizer_get_stats", self.value, stats)
         return stats
+
+    def trace_start(self, ring_bytes: int = 0) -> None:
+        """Begins to record what queued work does, into a ring of this size (0: the default)."""
+        self._call("offload_optimizer_trace_start", self.value, ring_bytes)
+
+    def trace_stop(self, path: str | os.PathLike[str] | None) -> int:
+        """Waits for everything queued, and writes the trace; None gives it up. Returns how many events were
+        dropped."""
+        if path is not None:
+            with contextlib.suppress(HybridoptError):  # waits for that work raise it
+                self.drain()
+        dropped = ctypes.c_uint64()
+        name = None if path is None else encoded("path", path)
+        self._call("offload_optimizer_trace_stop", self.value, name, dropped)
+        return dropped.value
 
     def save(self, path: str | os.PathLike[str], keep: Any = None, **options: Any) -> int:
         """Queues a save. Fields: offload_save_options_t; `progress` may be a Python function. The objects in

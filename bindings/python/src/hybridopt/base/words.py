@@ -27,6 +27,8 @@ _PHRASES: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"set allow_pageable of the context": "set pin=False",
     r"tell the new one with offload_optimizer_bind, then reload": "call reload() first",
     r"\bbind and reload_params first": "call reload(params=True) first",
+    r"; the trace is kept, call offload_optimizer_trace_stop again.*": "; give trace() another path",
+    r"end it with offload_optimizer_trace_stop first": "leave its with statement first",
     r", or bind NULL(?: and step)?": "",
     r"call offload_optimizer_(?:commit|add_params|add_group)(?: first| before commit)?": "call step() first",
     r"OFFLOAD_MASTER_FP32 \(0\) or _SPLIT \(1\)": "'fp32' or 'split'",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import abi
+from ..base.checks import shown
 from ..base.modes import in_no_mode
 from ..base.units import readable
 from ..engine.engine import Engine
@@ -16,6 +17,7 @@ from ..settings.options import OffloadOptions
 from ..settings.placement import Placement
 from ..steps.history import History, MemorySample
 from ..steps.plans import Plan, Stats, StepResult, described
+from ..steps.trace import Trace
 
 OPTIONS_TOLD = ("offload_fraction", "host_executors", "master_layout", "max_grad_norm", "state_dtype")
 
@@ -27,6 +29,9 @@ class Reporting(torch.optim.Optimizer):
     _history: History
     _options: OffloadOptions
     _placement: Placement
+
+    def _ready_engine(self, binds_params: bool = True) -> Engine:
+        raise NotImplementedError
 
     def _planned_engine(self) -> Engine:
         """An engine as the first step will make it."""
@@ -92,6 +97,21 @@ class Reporting(torch.optim.Optimizer):
     def _settle(self) -> None:
         if self._engines.present is not None:
             self._engines.present.settle()
+
+    @in_no_mode
+    def trace(self, path: str | os.PathLike[str], ring_bytes: int = 0) -> Trace:
+        """Records what the library's threads and streams do in the steps of a with statement, and writes that to
+        `path`, a file that ui.perfetto.dev opens (docs/TRACE.md):
+
+            with optimizer.trace("step.json"):
+                for batch in batches: ...
+
+        It waits for queued steps and saves at the end, and changes no bit. `ring_bytes` bounds the memory of events
+        (0: 16 MiB); when it is full, each new event drops the oldest, and `trace.dropped` counts them."""
+        if not isinstance(ring_bytes, int) or isinstance(ring_bytes, bool) or not 0 <= ring_bytes < 2**63:
+            raise ValueError(f"Invalid ring_bytes: {shown(ring_bytes)}, expected bytes from 4096 on (0: 16 MiB)")
+        self._engines.check_open(self)
+        return Trace(path, ring_bytes, self._ready_engine(), lambda: self._engines.present)
 
     def memory_timeline(self) -> list[MemorySample]:
         """The last 4096 samples of memory in use, by kind and place. There is one before and one after each
