@@ -3,9 +3,9 @@
 import pathlib
 
 import torch
-from hybridopt import SGD, Adagrad, Adam, AdamW, Lion, OffloadOptimizer, Plan, Signum, TensorShard
+from hybridopt import SGD, Adagrad, Adam, AdamW, Lion, Muon, OffloadOptimizer, Plan, Signum, TensorShard
 from hybridopt import Stats as Totals
-from hybridopt import StepResult, abi
+from hybridopt import StepResult, abi, muon_groups
 from hybridopt.abi import Context, HybridoptError, Optimizer, checkpoint_inspect
 
 
@@ -17,6 +17,7 @@ def make(model: torch.nn.Module) -> list[OffloadOptimizer]:
         Lion(model.parameters(), betas=(0.9, 0.99), fused=True),
         Signum(model.parameters(), momentum=0.95),
         Adagrad(model.parameters(), threads=1),
+        Muon(muon_groups(model, adamw={"lr": 3e-4}), lr=0.02, adjust_lr_fn="original", max_grad_norm=1.0),
     ]
 
 

@@ -21,7 +21,7 @@ from hybridopt.settings.options import DEFAULT_OPTIONS
 from models import PAIRS, perceptron, set_gradients
 from scripts import ten_lines
 
-CLASSES = {pair[0] for pair in PAIRS.values()}
+CLASSES = {hybridopt.Muon, *(pair[0] for pair in PAIRS.values())}
 
 
 def test_version_is_the_librarys():
@@ -34,7 +34,7 @@ def test_every_name_is_listed_and_there():
     assert hybridopt.optimizers.__name__ == "hybridopt.optimizers" and hybridopt.sys is sys
     assert dir(hybridopt) == sorted(hybridopt.__all__)
     public = {"OffloadOptimizer", "OffloadOptions", "ActivationStash", "Plan", "Stats", "StepResult", "TensorShard"}
-    public |= {"WeightChange", "WeightPatch", "apply_changes", "gather_changes"}
+    public |= {"WeightChange", "WeightPatch", "apply_changes", "gather_changes", "muon_groups"}
     modules = {"abi", "integrations", "stash"}
     assert set(dir(hybridopt)) == {cls.__name__ for cls in CLASSES} | public | modules | {"__version__"}
     for name in hybridopt.__all__:

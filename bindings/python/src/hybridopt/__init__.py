@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .changes.gathering import gather_changes
     from .changes.patch import WeightChange, WeightPatch
     from .optimizers.algorithms import SGD, Adagrad, Adam, AdamW, Lion, Signum
+    from .optimizers.muon import Muon, muon_groups
     from .optimizers.optimizer import OffloadOptimizer
     from .params.sharding import TensorShard
     from .settings.options import OffloadOptions
@@ -27,6 +28,7 @@ _MODULES = {
     "Adam": "optimizers.algorithms",
     "AdamW": "optimizers.algorithms",
     "Lion": "optimizers.algorithms",
+    "Muon": "optimizers.muon",
     "SGD": "optimizers.algorithms",
     "Signum": "optimizers.algorithms",
     "OffloadOptimizer": "optimizers.optimizer",
@@ -39,6 +41,7 @@ _MODULES = {
     "WeightPatch": "changes.patch",
     "apply_changes": "changes.applying",
     "gather_changes": "changes.gathering",
+    "muon_groups": "optimizers.muon",
 }
 
 # Written out for type checkers, which export only these names.
@@ -49,6 +52,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Lion",
+    "Muon",
     "OffloadOptimizer",
     "OffloadOptions",
     "Plan",
@@ -63,6 +67,7 @@ __all__ = [
     "apply_changes",
     "gather_changes",
     "integrations",
+    "muon_groups",
     "stash",
 ]
 

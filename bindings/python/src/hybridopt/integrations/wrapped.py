@@ -23,7 +23,7 @@ def unwrapped(optimizer: Any) -> OffloadOptimizer:
         if inner is None:
             raise TypeError(
                 f"the optimizer is a {type(optimizer).__name__}, expected one of hybridopt (AdamW, Adam, SGD, "
-                "Lion, Signum, Adagrad) or a wrapper around one"
+                "Lion, Signum, Adagrad, Muon) or a wrapper around one"
             )
     return inner
 

@@ -24,6 +24,7 @@ from ..traps.clipping import NOTHING_TO_CLIP, note_taken, note_used, taken_by
 from ..hiding.gradient_hooks import GradientHooks, refuse_held_accumulators
 from ..hiding.overlap import Overlap
 from ..params.hyperparameters import check_arguments, hyperparameters_of, named_algorithm, with_own_defaults
+from ..params.matrices import check_matrices
 from ..params.members import Member, has_gradient, members_of, named
 from ..params.registered import Slot, Wanted, wide_gradients
 from ..params.tensors import set_gradient
@@ -288,6 +289,8 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         for index, group in enumerate(groups):
             check_values(index, group, type(self).__name__)
         fields = [hyperparameters_of(algorithm, *each) for algorithm, each in zip(algorithms, enumerate(groups))]
+        for algorithm, each in zip(algorithms, enumerate(groups)):
+            check_matrices(algorithm, *each)
         return Wanted(fields, groups)
 
     def _committed_engine(self, known: dict[Tensor, Slot], wanted: Wanted, always: bool) -> Engine | None:

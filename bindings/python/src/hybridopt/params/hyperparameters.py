@@ -9,9 +9,19 @@ import torch
 from torch import Tensor
 
 from .. import abi
-from ..base.checks import is_number, is_switch, shown
+from ..base.checks import is_number, is_switch, is_whole, shown
 
-BETAS = ("beta1", "beta2")
+# The fields of offload_group_t that are one number of a tuple: the tuple, and the place in it.
+IN_TUPLES = {
+    "beta1": ("betas", 0),
+    "beta2": ("betas", 1),
+    "ns_a": ("ns_coefficients", 0),
+    "ns_b": ("ns_coefficients", 1),
+    "ns_c": ("ns_coefficients", 2),
+}
+LENGTHS = {"betas": 2, "ns_coefficients": 3}
+# What Muon multiplies the learning rate of a matrix by, as update_rms of the library.
+ADJUSTMENTS = {None: 0.0, "original": 0.0, "match_rms_adamw": 0.2}
 
 # What a group that names its algorithm may leave out, beside lr, weight_decay and maximize, which all
 # algorithms have and which the optimizer's arguments give: the defaults of hybridopt's class of that name.
@@ -22,8 +32,15 @@ OWN_DEFAULTS: dict[int, dict[str, Any]] = {
     abi.OFFLOAD_LION: {"betas": (0.9, 0.99)},
     abi.OFFLOAD_ADAGRAD: {"lr_decay": 0, "initial_accumulator_value": 0, "eps": 1e-10},
     abi.OFFLOAD_SIGNUM: {"momentum": 0.9},
+    abi.OFFLOAD_MUON: {
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": (3.4445, -4.775, 2.0315),
+        "eps": 1e-7,
+        "ns_steps": 5,
+        "adjust_lr_fn": None,
+    },
 }
-# Muon is not there in Python yet.
 _BY_NAME = {abi.ALGORITHMS[value].name.lower(): value for value in OWN_DEFAULTS}
 
 
@@ -61,16 +78,42 @@ def hyperparameters_of(algorithm: int, index: int, group: dict[str, Any]) -> dic
             raise ValueError(
                 f"param group {index} has {name}={value!r}, but {row.name} does not use it; leave it out"
             )
-    for name in row.reads:
-        if name in abi.GROUP_FLAGS:
-            fields[name] = int(group.get(name, False))
-        elif name in BETAS:
-            fields[name] = _numbers_of(index, group, "betas")[BETAS.index(name)]
-        else:
-            fields[name] = _library_number(name, *_numbers_of(index, group, name))
+    fields.update((name, _field_of(name, index, group)) for name in row.reads)
     if algorithm == abi.OFFLOAD_SGD and fields["momentum"] == 0.0:  # then torch ignores dampening, nesterov
         fields.update(dampening=0.0, nesterov=0)
+    if algorithm == abi.OFFLOAD_MUON and fields["momentum"] == 0.0:  # then nesterov changes nothing
+        fields["nesterov"] = 0
     return fields
+
+
+def _field_of(name: str, index: int, group: dict[str, Any]) -> float:
+    """The value of a field of offload_group_t."""
+    if name in abi.GROUP_FLAGS:
+        return int(group.get(name, False))
+    if name == "ns_steps":
+        return _ns_steps_of(index, group)
+    if name == "update_rms":
+        return _update_rms_of(index, group)
+    if name in IN_TUPLES:
+        key, place = IN_TUPLES[name]
+        return _numbers_of(index, group, key)[place]
+    return _library_number(name, *_numbers_of(index, group, name))
+
+
+def _ns_steps_of(index: int, group: dict[str, Any]) -> int:
+    steps = group.get("ns_steps")
+    if isinstance(steps, int) and is_whole(steps, 1, 100):
+        return steps
+    raise ValueError(f"param group {index} has ns_steps={shown(steps)}, expected a whole number from 1 to 99")
+
+
+def _update_rms_of(index: int, group: dict[str, Any]) -> float:
+    name = group.get("adjust_lr_fn")
+    if name is None or (isinstance(name, str) and name in ADJUSTMENTS):
+        return ADJUSTMENTS[name]
+    raise ValueError(
+        f"param group {index} has adjust_lr_fn={shown(name)}, expected None, 'original' or 'match_rms_adamw'"
+    )
 
 
 def check_arguments(**arguments: Any) -> None:
@@ -82,8 +125,8 @@ def check_arguments(**arguments: Any) -> None:
 
 
 def _numbers_in(name: str, value: Any) -> list[float] | None:
-    """The numbers of a hyperparameter: two for `betas`, one for all others. None if their number is wrong."""
-    if name != "betas":
+    """The numbers of a hyperparameter: as many as LENGTHS says, else one. None if their number is wrong."""
+    if name not in LENGTHS:
         number = _number(value)
         return None if number is None else [number]
     if isinstance(value, (Mapping, str, bytes)) or not hasattr(value, "__getitem__"):
@@ -93,11 +136,13 @@ def _numbers_in(name: str, value: Any) -> list[float] | None:
     except TypeError:  # a tensor without dimensions
         return None
     found = [number for number in numbers if number is not None]
-    return found if len(found) == len(numbers) == len(BETAS) else None
+    if name == "ns_coefficients" and not any(found):  # the library would take its defaults
+        return None
+    return found if len(found) == len(numbers) == LENGTHS[name] else None
 
 
 def _expected(name: str) -> str:
-    return "two numbers" if name == "betas" else "a number"
+    return {"betas": "two numbers", "ns_coefficients": "three numbers, not all of them 0"}.get(name, "a number")
 
 
 def _numbers_of(index: int, group: dict[str, Any], name: str) -> list[float]:

@@ -7,6 +7,7 @@ from typing import Any
 from ..base.checks import is_switch, shown
 from ..params.fsdp2 import refuse_gathered
 from ..params.hyperparameters import hyperparameters_of
+from ..params.matrices import check_matrices
 from ..params.members import check_dtype, check_lists, named, refuse_twice
 from ..params.tensors import refuse_fsdp1
 from .options import OffloadOptions, refuse_in_group
@@ -38,6 +39,7 @@ def check_group(index: int, group: dict[str, Any], algorithm: int, options: Offl
     check_values(index, group, owner)
     refuse_twice(index, group)
     hyperparameters_of(algorithm, index, group)
+    check_matrices(algorithm, index, group)
     refuse_gathered(named(index, group))
     for name, param in named(index, group):
         if param.requires_grad:

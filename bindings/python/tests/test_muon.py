@@ -1,0 +1,483 @@
+"""Muon: matrices beside AdamW's groups in one optimizer. The library's own tests hold its bits; these compare with
+torch.optim.Muon and with AdamW, and check the groups, their errors and their state."""
+
+import copy
+import inspect
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+import hybridopt
+from hybridopt import abi
+from hybridopt.params.hyperparameters import OWN_DEFAULTS
+from models import bits, clone, run, state_bits, told
+
+with_torchs = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+SHAPES = ((12, 7), (7, 12), (9, 9), (1, 5))
+
+
+class Predictor(nn.Module):
+    """Predicts the next of 32 numbers from the last 8, by matrices that are tall, wide and square."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 24)
+        self.mix, self.up, self.down = nn.Linear(24, 24), nn.Linear(24, 64), nn.Linear(64, 24)
+        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 32)
+
+    def forward(self, batch):
+        hidden = self.embedding(batch[:, :-1]).cumsum(1)
+        hidden = hidden + torch.tanh(self.mix(hidden))
+        hidden = self.norm(hidden + self.down(torch.tanh(self.up(hidden))))
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def batch_of(seed):
+    begin = torch.randint(32, (8, 1), generator=torch.Generator().manual_seed(seed))
+    return (begin + 5 * torch.arange(9)) % 32
+
+
+def matrices(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def mixed(params, **options):
+    """Matrices by Muon, the last two params by AdamW."""
+    adamw = {"params": params[-2:], "algorithm": "adamw", "lr": 0.02, "betas": (0.8, 0.9), "weight_decay": 0.2}
+    return hybridopt.Muon([{"params": params[:-2]}, adamw], lr=0.05, **options)
+
+
+def with_vectors(dtype=torch.float32):
+    return matrices(dtype) + [Parameter(torch.ones(11, dtype=dtype)), Parameter(torch.ones(2, 3, 4, dtype=dtype))]
+
+
+# --------------------------------------------------------------------------------- the updates --
+
+
+def in_float64(matrix, gradients, adjust_lr_fn, nesterov, lr, weight_decay, ns_steps=5):
+    """The param after steps by torch's formulas in float64."""
+    param, momentum = matrix.detach().double(), torch.zeros_like(matrix).double()
+    for gradient in gradients:
+        gradient = gradient.double()
+        momentum = 0.95 * momentum + 0.05 * gradient
+        update = 0.05 * gradient + 0.95 * momentum if nesterov else momentum
+        rows, cols = update.shape
+        update = update.T if rows > cols else update
+        update = update / update.norm()
+        for _ in range(ns_steps):
+            gram = update @ update.T
+            update = 3.4445 * update + (-4.775 * gram + 2.0315 * gram @ gram) @ update
+        scale = 0.2 * max(rows, cols) ** 0.5 if adjust_lr_fn == "match_rms_adamw" else max(1, rows / cols) ** 0.5
+        param = param * (1 - lr * weight_decay) - lr * scale * (update.T if rows > cols else update)
+    return param
+
+
+@with_torchs
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
+def test_updates_are_those_of_torch_as_far_as_products_in_bf16_tell(adjust_lr_fn, nesterov):
+    """Gradients of 20 steps of a model that our Muon trains go to torch's Muon and to its formulas in float64 too. Both
+    round products to bf16, so an update may be off by 5 % (docs/NUMERICS.md), and the sum of several by less, because
+    their errors differ in sign: 0.5 to 1.4 % here. They round at the same places, so they differ from each other by
+    0.1 %, where sums in another order round differently. Without Newton-Schulz params would be off by more than a third."""
+    torch.manual_seed(1)
+    model = Predictor()
+    layers = [layer.weight for layer in (model.mix, model.up, model.down)]
+    start = [layer.detach().clone() for layer in layers]
+    arguments = {"lr": 0.01, "weight_decay": 0.1, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+    ours = hybridopt.Muon(hybridopt.muon_groups(model, adamw={"lr": 0.01}), **arguments)
+    theirs = [Parameter(layer.detach().clone()) for layer in layers]
+    torchs = torch.optim.Muon(theirs, **arguments)
+    gradients, losses = [], []
+    for seed in range(20):
+        loss = model(batch_of(seed))
+        losses.append(loss.item())
+        ours.zero_grad()
+        loss.backward()
+        gradients.append([layer.grad.clone() for layer in layers])
+        for param, gradient in zip(theirs, gradients[-1]):
+            param.grad = gradient.clone()
+        ours.step()
+        torchs.step()
+    assert losses[-1] < losses[0] - 0.5
+    for index, (own, other, before) in enumerate(zip(layers, theirs, start)):
+        own_gradients = [each[index] for each in gradients]
+        exact = in_float64(before, own_gradients, adjust_lr_fn, nesterov, 0.01, 0.1)
+        skipping = in_float64(before, own_gradients, adjust_lr_fn, nesterov, 0.01, 0.1, ns_steps=0)
+        moved = (exact - before).norm()
+        ours_off, torchs_off = ((param - exact).norm() / moved for param in (own, other))
+        assert ours_off < 0.03 and ours_off < 1.5 * torchs_off, (ours_off, torchs_off)
+        assert (own - other).norm() < 0.01 * moved
+        assert (skipping - exact).norm() > 0.33 * moved
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_of_adamw_have_the_bits_of_adamw(dtype):
+    params, alone = with_vectors(dtype), with_vectors(dtype)
+    optimizer, muon = mixed(params), hybridopt.Muon(alone[:-2], lr=0.05)
+    adamw = hybridopt.AdamW(alone[-2:], lr=0.02, betas=(0.8, 0.9), weight_decay=0.2)
+    before = clone(params)
+    for seed in range(4):
+        run(optimizer, params, [seed])
+        for param, own in zip(alone, params):
+            param.grad = own.grad.clone()
+        muon.step()
+        adamw.step()
+    assert bits(params) == bits(alone)
+    assert not any(torch.equal(param, old) for param, old in zip(params, before))
+    masters = set() if dtype == torch.float32 else {"master_param"}
+    assert set(optimizer.state[params[0]]) == {"momentum_buffer"} | masters
+    assert set(optimizer.state[params[-1]]) == {"step", "exp_avg", "exp_avg_sq"} | masters
+
+
+def test_all_groups_have_one_norm_and_one_verdict():
+    params = with_vectors()
+    optimizer = mixed(params, max_grad_norm=0.5)
+    run(optimizer, params, [1])
+    norm = math.sqrt(sum(float(param.grad.double().square().sum()) for param in params))
+    assert optimizer.last_step().grad_norm == pytest.approx(norm, rel=1e-6)
+    before = bits(params)
+    params[-1].grad.fill_(math.inf)  # of AdamW's group
+    optimizer.step()
+    assert optimizer.last_step().skipped and bits(params) == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"threads": 1},
+        {"master_layout": "split"},
+        {"master_layout": "split24", "state_dtype": "bf16"},
+        {"state_dtype": "bf16"},
+    ],
+)
+def test_options_of_all_optimizers_work(options):
+    params, exact = with_vectors(torch.bfloat16), with_vectors(torch.bfloat16)
+    before = clone(params)
+    optimizer, other = mixed(params, **options), mixed(exact)
+    run(optimizer, params, range(5))
+    run(other, exact, range(5))
+    for param, reference, start in zip(params, exact, before):
+        assert (param - reference).norm() <= 0.15 * (reference - start).norm()
+    if "threads" in options:
+        assert bits(params) == bits(exact)
+    dtype = torch.bfloat16 if "state_dtype" in options else torch.float32
+    assert optimizer.state[params[0]]["momentum_buffer"].dtype == dtype
+
+
+def test_a_matrix_with_gaps_is_updated_as_a_whole():
+    whole, wide = matrices()[:1], torch.zeros(12, 9)
+    wide[:, :7] = whole[0].detach()
+    gaps = [Parameter(wide[:, :7])]
+    assert not gaps[0].is_contiguous()
+    for params in (whole, gaps):
+        run(hybridopt.Muon(params), params, range(3))
+    assert torch.equal(whole[0], gaps[0])
+
+
+def test_schedulers_averages_and_later_groups():
+    params = with_vectors()
+    optimizer = mixed(params)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    model = nn.ParameterList(params)
+    average = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda mean, new, _: (mean + new) / 2)
+    run(optimizer, params, [1])
+    scheduler.step()
+    average.update_parameters(model)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.025, 0.01]
+    expected = [(mean.detach() + param.detach()) / 2 for mean, param in zip(average.parameters(), params)]
+    run(optimizer, params, [2])
+    average.update_parameters(model)
+    assert not torch.equal(average.module[0], expected[0])
+
+    alone = clone(params[:4])
+    other = hybridopt.Muon(alone, lr=0.025)
+    other.load_state_dict({**other.state_dict(), "state": {i: optimizer.state_dict()["state"][i] for i in range(4)}})
+    added = [Parameter(torch.ones(4, 6)), Parameter(torch.ones(3))]
+    optimizer.add_param_group({"params": added[:1]})
+    optimizer.add_param_group({"params": added[1:], "algorithm": "adamw"})
+    before = clone(added)
+    run(optimizer, params + added, [3, 4])
+    for seed in (3, 4):
+        run(other, alone, [seed])
+    assert bits(alone) == bits(params[:4])
+    assert not any(torch.equal(param, old) for param, old in zip(added, before))
+    assert [group["lr"] for group in optimizer.param_groups[2:]] == [0.05, 1e-3]
+
+
+def test_weights_learn_the_same_with_overlap():
+    results = []
+    for overlapped in (False, True):
+        torch.manual_seed(2)
+        model = Predictor()
+        optimizer = hybridopt.Muon(hybridopt.muon_groups(model))
+        if overlapped:
+            optimizer.overlap(model)
+        for seed in range(3):
+            optimizer.zero_grad()
+            model(batch_of(seed)).backward()
+            optimizer.step()
+        optimizer.synchronize()
+        results.append(bits(model.parameters()))
+    assert results[0] == results[1]
+
+
+# ------------------------------------------------------------------------------------ the state --
+
+
+@with_torchs
+def test_state_dicts_go_to_torch_and_back():
+    params = matrices()
+    ours = hybridopt.Muon(params, lr=0.05)
+    run(ours, params, range(3))
+    torchs_params = clone(params)
+    torchs = torch.optim.Muon(torchs_params)
+    torchs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    assert state_bits(torchs) == state_bits(ours)
+    assert torchs.param_groups[0]["lr"] == 0.05
+    back_params = clone(params)
+    back = hybridopt.Muon(back_params)
+    back.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    run(ours, params, [4, 5])
+    run(back, back_params, [4, 5])
+    assert bits(back_params) == bits(params) and state_bits(back) == state_bits(ours)
+
+    run(torchs, torchs_params, [4, 5])  # and training that torch has begun goes on here
+    back.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    assert state_bits(back) == state_bits(torchs)
+
+
+@with_torchs
+def test_arguments_and_defaults_are_torchs():
+    ours = dict(inspect.signature(hybridopt.Muon.__init__).parameters)
+    theirs = inspect.signature(torch.optim.Muon.__init__).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert {name: ours[name].default for name in theirs} == {name: row.default for name, row in theirs.items()}
+    own = {name: ours[name].default for name in OWN_DEFAULTS[abi.OFFLOAD_MUON]}
+    assert own == OWN_DEFAULTS[abi.OFFLOAD_MUON]
+    groups = hybridopt.Muon(matrices()).param_groups, torch.optim.Muon(matrices()).param_groups
+    assert set(groups[0][0]) == set(groups[1][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("through", ["checkpoint", "state_dict"])
+def test_resuming_changes_no_bit(through, dtype, tmp_path):
+    params = with_vectors(dtype)
+    optimizer = mixed(params)
+    run(optimizer, params, range(3))
+    resumed_params = clone(params)
+    resumed = mixed(resumed_params)
+    if through == "checkpoint":
+        for param in resumed_params:
+            param.data.zero_()
+        optimizer.save_checkpoint(tmp_path / "saved")
+        resumed.load_checkpoint(tmp_path / "saved")
+    else:
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        resumed.load_state_dict(torch.load(file, weights_only=True))
+        assert resumed.param_groups[1]["algorithm"] == "adamw"
+    run(optimizer, params, [4, 5])
+    run(resumed, resumed_params, [4, 5])
+    assert bits(resumed_params) == bits(params) and state_bits(resumed) == state_bits(optimizer)
+
+
+def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path):
+    params = matrices()
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1])
+    optimizer.save_checkpoint(tmp_path / "saved")
+    with pytest.raises(abi.CheckpointMismatchError, match="AdamW, here .*Muon"):
+        hybridopt.Muon(params).load_checkpoint(tmp_path / "saved")
+    with pytest.raises(ValueError, match="load a state_dict of hybridopt.Muon"):
+        hybridopt.Muon(params).load_state_dict(optimizer.state_dict())
+
+
+# ------------------------------------------------------------------------------------ the groups --
+
+
+def test_a_group_of_another_algorithm_has_its_defaults_and_one_of_muon_the_optimizers():
+    params = with_vectors()
+    groups = [
+        {"params": params[:1]},
+        {"params": params[1:2], "algorithm": "muon", "lr": 0.5},
+        {"params": params[4:5], "algorithm": "adamw"},
+        {"params": params[5:], "algorithm": "sgd", "momentum": 0.5},
+    ]
+    optimizer = hybridopt.Muon(groups, lr=0.25, momentum=0.75, ns_steps=3, weight_decay=0.5)
+    muon, named, adamw, sgd = optimizer.param_groups
+    assert (muon["lr"], muon["momentum"], muon["ns_steps"]) == (0.25, 0.75, 3)
+    assert (named["lr"], named["momentum"], named["ns_steps"], named["weight_decay"]) == (0.5, 0.75, 3, 0.5)
+    assert (adamw["lr"], adamw["betas"], adamw["eps"], adamw["weight_decay"]) == (1e-3, (0.9, 0.999), 1e-8, 0.01)
+    assert (sgd["lr"], sgd["momentum"], sgd["weight_decay"], sgd["nesterov"]) == (1e-3, 0.5, 0, False)
+    run(optimizer, params[:2] + params[4:], [1, 2])
+
+
+def test_muon_may_be_a_group_of_adamw():
+    params, alone = with_vectors(), with_vectors()
+    muon = {"params": params[:-2], "algorithm": "muon", "lr": 0.05, "weight_decay": 0.1}
+    run(hybridopt.AdamW([muon, {"params": params[-2:]}]), params, range(3))
+    run(hybridopt.Muon(alone[:-2], lr=0.05), alone, range(3))
+    assert bits(params[:-2]) == bits(alone[:-2])
+
+
+def went(groups):
+    return {name: group.get("algorithm", "muon") for group in groups for name, _ in group["params"]}
+
+
+def test_muon_groups_sort_a_model():
+    model = Predictor()
+    groups = hybridopt.muon_groups(model, adamw={"lr": 3e-4})
+    matrices_of_layers = {"mix.weight", "up.weight", "down.weight"}
+    expected = {name: "muon" if name in matrices_of_layers else "adamw" for name, _ in model.named_parameters()}
+    assert went(groups) == expected
+    lines = str(groups).splitlines()
+    assert lines[0].split() == ["adamw", "embedding.weight", "32", "x", "24", "embedding"]
+    assert lines[1].split() == ["muon", "mix.weight", "24", "x", "24", "matrix", "of", "a", "hidden", "layer"]
+    assert lines[-2].split() == ["adamw", "head.weight", "32", "x", "24", "head"]
+    assert lines[-1].split() == ["adamw", "head.bias", "32", "no", "matrix"]
+    optimizer = hybridopt.Muon(groups, lr=0.02)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 3e-4]
+    assert optimizer.param_groups[0]["param_names"] == ["mix.weight", "up.weight", "down.weight"]
+    for head, name in (("up", "up.weight"), (None, None)):
+        found = went(hybridopt.muon_groups(model, head=head))
+        assert {key for key in expected if found[key] != expected[key]} == {"head.weight", name} - {None}
+
+
+def test_muon_groups_know_the_head_of_tied_models_and_of_those_that_tell_it():
+    tied = Predictor()
+    tied.head.weight = tied.embedding.weight
+    tied.last = nn.Linear(24, 24)  # registered behind the head
+    assert went(hybridopt.muon_groups(tied))["last.weight"] == "muon"
+    assert went(hybridopt.muon_groups(tied))["embedding.weight"] == "adamw"
+    telling = Predictor()
+    telling.last = nn.Linear(24, 24)
+    telling.get_output_embeddings = lambda: telling.head
+    found = went(hybridopt.muon_groups(telling))
+    assert (found["head.weight"], found["last.weight"]) == ("adamw", "muon")
+    other = nn.ModuleDict({"pos_embed": nn.Linear(4, 4), "gate": nn.Linear(4, 1), "layer": nn.Linear(4, 4), "out": nn.Linear(4, 2)})
+    found = went(hybridopt.muon_groups(other))
+    assert [key for key, value in found.items() if value == "muon"] == ["layer.weight"]
+
+
+# ---------------------------------------------------------------------------------- the refusals --
+
+
+def test_what_is_no_matrix_names_itself_and_the_way_out():
+    for shape in ((3,), (), (2, 3, 4)):
+        param = Parameter(torch.ones(shape))
+        text = rf"parameter 'norm' has the shape {told(tuple(shape))}, but Muon updates matrices, .*algorithm='adamw'.*muon_groups"
+        with pytest.raises(ValueError, match=text):
+            hybridopt.Muon([("norm", param)])
+        optimizer = hybridopt.Muon([("matrix", Parameter(torch.ones(2, 2)))])
+        with pytest.raises(ValueError, match=text):
+            optimizer.add_param_group({"params": [("norm", param)]})
+        assert len(optimizer.param_groups) == 1
+        other = hybridopt.AdamW([("norm", param)])
+        other.param_groups[0].update(OWN_DEFAULTS[abi.OFFLOAD_MUON], algorithm="muon")
+        param.grad = torch.ones(shape)
+        with pytest.raises(ValueError, match=text):
+            other.step()
+
+
+def test_a_matrix_by_columns_is_refused():
+    with pytest.raises(ValueError, match=r"parameter 'x' has the strides \(1, 3\), .*contiguous\(\).*algorithm='adamw'"):
+        hybridopt.Muon([("x", Parameter(torch.ones(2, 3).T))])
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of two ranks of which only this one is there."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
+
+
+def test_sharded_matrices_are_refused_and_replicated_ones_are_not(mesh):
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    for placement, local in ((Shard(0), torch.ones(2, 3)), (Shard(1), torch.ones(4, 2))):
+        param = Parameter(DTensor.from_local(local, mesh, [placement], run_check=False))
+        text = r"parameter 'x' is cut between ranks \(a DTensor with the placements .*\), but Muon needs whole .*'adamw'"
+        with pytest.raises(ValueError, match=text):
+            hybridopt.Muon([("x", param)])
+    # One row of two ranks: this rank has all of it, the other one nothing.
+    param = Parameter(DTensor.from_local(torch.ones(1, 3), mesh, [Shard(0)], run_check=False, shape=(1, 3), stride=(3, 1)))
+    with pytest.raises(ValueError, match="is cut between ranks"):
+        hybridopt.Muon([("x", param)])
+    hybridopt.Muon([("x", Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [Replicate()], run_check=False)))])
+
+
+def test_parts_of_matrices_are_refused():
+    param = Parameter(torch.ones(2, 3))
+    param.offload_shard = hybridopt.TensorShard((4, 3), (((0, 0), (2, 3)),))
+    text = r"parameter 'x' is cut between ranks \(offload_shard .* \(4, 3\)\), but Muon needs whole matrices; .*'adamw'"
+    with pytest.raises(ValueError, match=text):
+        hybridopt.Muon([("x", param)])
+    param = Parameter(torch.ones(6))
+    param._fsdp_flattened = True
+    with pytest.raises(ValueError, match="cut between ranks .by FullyShardedDataParallel, FSDP1., .*'adamw'"):
+        hybridopt.Muon([("x", param)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"lr": -1.0}, "Learning rate should be >= 0 but is: -1.0"),
+        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
+        ({"lr": "1"}, "Invalid lr: '1', expected a number"),
+        ({"momentum": -0.1}, "momentum should be >= 0 and below 1 but is: -0.1"),
+        ({"momentum": 1.0}, "momentum should be >= 0 and below 1 but is: 1.0"),
+        ({"weight_decay": -1}, "weight decay should be >= 0 but is: -1"),
+        ({"nesterov": "no"}, "Invalid nesterov: 'no', expected True or False"),
+        ({"ns_coefficients": (1, 2)}, r"Invalid ns_coefficients: \(1, 2\), expected three numbers, not all of them 0"),
+        ({"ns_coefficients": (0, 0.0, 0)}, "Invalid ns_coefficients: .* expected three numbers, not all of them 0"),
+        ({"ns_coefficients": (1, math.inf, 0)}, r"ns_coefficients\[1\] is inf, expected a number that is finite"),
+        ({"ns_steps": 0}, "param group 0 has ns_steps=0, expected a whole number from 1 to 99"),
+        ({"ns_steps": 100}, "param group 0 has ns_steps=100, expected a whole number from 1 to 99"),
+        ({"ns_steps": True}, "param group 0 has ns_steps=True, expected a whole number from 1 to 99"),
+        ({"ns_steps": 2.0}, "param group 0 has ns_steps=2.0, expected a whole number from 1 to 99"),
+        ({"adjust_lr_fn": "rms"}, "has adjust_lr_fn='rms', expected None, 'original' or 'match_rms_adamw'"),
+        ({"adjust_lr_fn": 0.2}, "has adjust_lr_fn=0.2, expected None, 'original' or 'match_rms_adamw'"),
+        ({"eps": -1.0}, "eps is -1, expected a number that is finite and above 0"),
+        ({"state_dtype": "int8"}, "Invalid state_dtype: 'int8', expected torch.float32 or torch.bfloat16"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments, text):
+    params = matrices()
+    before = bits(params)
+    with pytest.raises(ValueError, match=text):
+        run(hybridopt.Muon(params, **arguments), params, [1])
+    assert bits(params) == before
+
+
+def test_groups_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="has no matrix of a hidden layer for Muon; use hybridopt.AdamW"):
+        hybridopt.muon_groups(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="head='lm_head' is no layer of Predictor with a matrix"):
+        hybridopt.muon_groups(Predictor(), head="lm_head")
+    with pytest.raises(TypeError, match="got a list, expected a model"):
+        hybridopt.muon_groups([])
+    with pytest.raises(ValueError, match="param group 1 has algorithm='adam2', expected one of .*'muon'"):
+        hybridopt.Muon([{"params": matrices()}, {"params": [Parameter(torch.ones(2))], "algorithm": "adam2"}])
+    with pytest.raises(ValueError, match="param group 1 has nesterov=True, but AdamW does not use it"):
+        groups = [{"params": matrices()}, {"params": [Parameter(torch.ones(2))], "algorithm": "adamw", "nesterov": True}]
+        hybridopt.Muon(groups)
+
+
+def test_no_momentum_is_the_gradient_itself():
+    results = []
+    for nesterov in (True, False):
+        params = matrices()
+        run(hybridopt.Muon(params, momentum=0.0, nesterov=nesterov), params, range(2))
+        results.append(bits(params))
+    assert results[0] == results[1] != bits(matrices())
