@@ -29,6 +29,8 @@ _PHRASES: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"\bbind and reload_params first": "call reload(params=True) first",
     r"; the trace is kept, call offload_optimizer_trace_stop again.*": "; give trace() another path",
     r"end it with offload_optimizer_trace_stop first": "leave its with statement first",
+    r"\bgive offload_optimizer_trace_stop a path that can be written, or NULL.*": "give trace() a path that can be written",
+    r"call offload_optimizer_trace_start first": "begin one by trace()",
     r", or bind NULL(?: and step)?": "",
     r"call offload_optimizer_(?:commit|add_params|add_group)(?: first| before commit)?": "call step() first",
     r"\bin host memory with OFFLOAD_DEVICE_HOST": "on the CPU",
