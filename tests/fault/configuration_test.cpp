@@ -254,7 +254,8 @@ TEST(Configuration, UnknownAlgorithm) {
     ExpectOptimizerRefused(
         OFFLOAD_INVALID_ARGUMENT,
         {"options.algorithm is " + std::to_string(wrong),
-         "expected OFFLOAD_ADAMW (1), _ADAM (2), _SGD (3), _LION (4), _ADAGRAD (5) or _SIGNUM (6)"},
+         "expected OFFLOAD_ADAMW (1), _ADAM (2), _SGD (3), _LION (4), _ADAGRAD (5), _SIGNUM (6) or "
+         "_MUON (7)"},
         [&](auto& o) { o.algorithm = wrong; }, [](auto& o) { o.algorithm = 1; });
 }
 

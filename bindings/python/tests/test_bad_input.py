@@ -585,6 +585,7 @@ WITH_CLOSED = {
     "state_dict": lambda optimizer: optimizer.state_dict(),
     "step": lambda optimizer: optimizer.step(lambda: pytest.fail("the closure has run")),
     "synchronize": lambda optimizer: optimizer.synchronize(),
+    "trace": lambda optimizer: optimizer.trace("/nowhere"),
     "weight_changes": lambda optimizer: optimizer.weight_changes(),
     "zero_grad": lambda optimizer: optimizer.zero_grad(),
     "copy.deepcopy": copy.deepcopy,

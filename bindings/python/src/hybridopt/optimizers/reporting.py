@@ -13,11 +13,11 @@ from ..base.modes import in_no_mode
 from ..base.units import readable
 from ..engine.engine import Engine
 from ..engine.engines import Engines
+from ..engine.trace import Trace
 from ..settings.options import OffloadOptions
 from ..settings.placement import Placement
 from ..steps.history import History, MemorySample
 from ..steps.plans import Plan, Stats, StepResult, described
-from ..steps.trace import Trace
 
 OPTIONS_TOLD = ("offload_fraction", "host_executors", "master_layout", "max_grad_norm", "state_dtype")
 

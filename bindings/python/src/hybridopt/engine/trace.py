@@ -8,7 +8,7 @@ from types import TracebackType
 
 from .. import abi
 from ..base.checks import shown
-from ..engine.engine import Engine
+from .engine import Engine
 
 
 class Trace:
