@@ -29,6 +29,12 @@ Committed::Committed(Context& context, const ParamTable& table, StateShape shape
       chunks(this->decided.chunks),
       step_counts(table.size()) {}
 
+// First all work ends, that of the workers too: they use the lanes, which are destroyed early.
+Committed::~Committed() {
+  timeline.reset();
+  if (pipeline != nullptr) pipeline->CloseEarly();
+}
+
 Status Committed::TakeMemory() {
   HYBRIDOPT_ASSIGN(memory, StateMemory::Create(context, shape, residence));
   HYBRIDOPT_ASSIGN(lanes, Lanes::Create(context, decided.lanes));

@@ -39,6 +39,7 @@ struct Committed {
                                                  const offload_optimizer_options_t& options,
                                                  StateShape shape, Arrangement decided);
   Committed(Context& context, const ParamTable& table, StateShape shape, Arrangement decided);
+  ~Committed();
 
   // Pins the state, or adds a note to the context that says why it is not pinned.
   Status PinForStreams();
@@ -85,9 +86,7 @@ struct Committed {
   std::atomic<uint64_t> pinned_state_bytes = 0;  // held for the device's ring
   ByTier<uint64_t> state_bytes;                  // of the elements on each tier, without padding
 
-  // The last member: it is destroyed first, so that its work ends before the objects that the work
-  // uses are destroyed.
-  std::unique_ptr<Timeline> timeline;
+  std::unique_ptr<Timeline> timeline;  // the destructor ends its work first
 
  private:
   Status TakeMemory();

@@ -89,6 +89,9 @@ class StepPipeline : private ChunkProgress {
                      Capture* capture);
   Status GradsArrived() { return early_.BeginArrived(); }
   Status UndoEarly() { return early_.Undo(); }
+  // Waits for the workers that update chunks early. To be called before any object that they use is
+  // destroyed.
+  void CloseEarly() { early_.Close(); }
   // The bytes of pinned memory for early updates.
   static uint64_t EarlyBytes(const ParamTable& table, const StateShape& shape) {
     return EarlyUpdates::RoomBytes(table, shape);

@@ -39,11 +39,14 @@ EarlyUpdates::EarlyUpdates(Context& context, const ParamTable& table, const Stat
       fork_generation_(system::ForkGeneration()) {}
 
 EarlyUpdates::~EarlyUpdates() {
-  // A child of fork has no workers, so the work that they held cannot end there.
   if (!on() || fork_generation_ != system::ForkGeneration()) return;
-  AwaitWorkers();
   for (EventHandle event : written_)
     if (event != nullptr) device_.DestroyEvent(event);
+}
+
+// A child of fork has no workers, so the work that they held cannot end there.
+void EarlyUpdates::Close() {
+  if (on() && fork_generation_ == system::ForkGeneration()) AwaitWorkers();
 }
 
 // At most the bytes that all chunks need, including the alignment of each array of each fragment.

@@ -44,6 +44,8 @@ class EarlyUpdates {
   ~EarlyUpdates();
   EarlyUpdates(const EarlyUpdates&) = delete;
   EarlyUpdates& operator=(const EarlyUpdates&) = delete;
+  // Waits for the workers. To be called before any object that they use is destroyed.
+  void Close();
 
   // Bytes of the memory for early updates, and of the tables.
   static uint64_t RoomBytes(const ParamTable& table, const StateShape& shape);
