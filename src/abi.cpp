@@ -602,7 +602,7 @@ int32_t offload_optimizer_get_stats(offload_optimizer_t optimizer, offload_stats
   });
 }
 
-// ---------------------------------------------------------------------------------- checkpoints --
+// --------------------------------------------------------------------------------------- traces --
 
 int32_t offload_optimizer_trace_start(offload_optimizer_t optimizer, uint64_t ring_bytes) {
   return Guard([&]() -> Status {
@@ -618,6 +618,8 @@ int32_t offload_optimizer_trace_stop(offload_optimizer_t optimizer, const char* 
     return found->StopTrace(path, dropped);
   });
 }
+
+// ---------------------------------------------------------------------------------- checkpoints --
 
 int32_t offload_optimizer_save(offload_optimizer_t optimizer, const offload_save_options_t* options,
                                offload_ticket_t* ticket) {

@@ -334,8 +334,8 @@ void Capture::Set(const Piece& piece, uint32_t state, uint64_t offset) {
 }
 
 // While a step lacks only what the save is reading, the save takes nothing else: it reads piece
-// after piece, and the step would wait until the save waits for its disk. `*first` is whether this
-// step goes first now.
+// after piece, and the step would wait until the save waits for its disk. `*is_first` is whether
+// this step goes first now, and becomes `first`.
 void Capture::GoFirst(bool first, bool* is_first) {
   if (first == *is_first) return;
   *is_first = first;
