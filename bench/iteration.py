@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """The time of a whole training iteration of a GPT, which is what users pay for: forward and backward
 passes, step and what hides of it, with the optimizer's state in several places. Ratios are to the same
-model with fp32 masters and moments beside it, stepped by torch's fused AdamW.
+model with fp32 masters and state beside it, stepped by torch's fused AdamW. With --algorithm muon the matrices
+of hidden layers have Muon, and all else AdamW, for every contender.
 
     HYBRIDOPT_LIBRARY=build/release/libhybridopt.so PYTHONPATH=bindings/python/src \\
         python3 bench/iteration.py --json iteration.json
@@ -38,6 +39,7 @@ import hybridopt
 from hybridopt.settings.options import DEFAULT_OPTIONS
 
 HYPERPARAMETERS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+MUON = {"lr": 1e-3, "momentum": 0.95, "weight_decay": 0.1}
 SMALL = {"master_layout": "split", "state_dtype": torch.bfloat16}
 # On a GPU the model has 2.7 G params, on several 6.7 G; on the CPU it has the fewest that still run all of the code.
 SIZES = {
@@ -50,6 +52,7 @@ SIZES = {
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Times whole training iterations of a GPT.")
     add_model_options(parser)
+    parser.add_argument("--algorithm", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4], help="of an iteration")
     parser.add_argument("--iterations", type=int, default=3, help="that are timed; 2 before are not")
     parser.add_argument(
@@ -211,21 +214,36 @@ class Contender:
 
 
 class AllOnDevice(Contender):
-    """fp32 masters and moments beside the model, clipped and stepped by torch."""
+    """fp32 masters and state beside the model, clipped and stepped by torch."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.model = make_model(options)
         self.max_grad_norm = options.max_grad_norm
         self.params = list(self.model.parameters())
         self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
-        self.optimizer = torch.optim.AdamW(self.masters, fused=True, **HYPERPARAMETERS)
+        self.optimizers = self.make_optimizers(options)
+
+    def make_optimizers(self, options: argparse.Namespace) -> list[torch.optim.Optimizer]:
+        if options.algorithm == "adamw":
+            return [torch.optim.AdamW(self.masters, fused=True, **HYPERPARAMETERS)]
+        if not hasattr(torch.optim, "Muon"):
+            raise Unavailable(f"torch {torch.__version__} has no Muon")
+        names = {name for name, _ in hybridopt.muon_groups(self.model)[0]["params"]}
+        sorted_masters: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for (name, _), master in zip(self.model.named_parameters(), self.masters):
+            sorted_masters[name in names].append(master)
+        return [
+            torch.optim.Muon(sorted_masters[True], **MUON),
+            torch.optim.AdamW(sorted_masters[False], fused=True, **HYPERPARAMETERS),
+        ]
 
     def step(self) -> None:
         clip(self.params, self.max_grad_norm)
         for param, master in zip(self.params, self.masters):
             master.grad = param.grad.float()
             param.grad = None
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         for master in self.masters:
             master.grad = None
         torch._foreach_copy_([local(p.data) for p in self.params], [local(m.data) for m in self.masters])
@@ -245,13 +263,12 @@ class Ours(Contender):
         if options.device == "cpu" and arguments.get("host_executors") == "streamed":
             raise Unavailable("state streams through a device that has memory of its own")
         self.model = make_model(options)
-        self.optimizer = hybridopt.AdamW(
-            self.model.named_parameters(),
-            max_grad_norm=options.max_grad_norm,
-            overlap=self.model if overlap else None,
-            **arguments,
-            **HYPERPARAMETERS,
-        )
+        arguments |= {"max_grad_norm": options.max_grad_norm, "overlap": self.model if overlap else None}
+        if options.algorithm == "muon":
+            groups = hybridopt.muon_groups(self.model, adamw=HYPERPARAMETERS)
+            self.optimizer = hybridopt.Muon(groups, **MUON, **arguments)
+        else:
+            self.optimizer = hybridopt.AdamW(self.model.named_parameters(), **HYPERPARAMETERS, **arguments)
         if hooked:
             self.optimizer.hook_gradients(micro_batches=None)
 
@@ -268,6 +285,8 @@ class CpuOffloadPolicy(Contender):
     """FSDP2's CPUOffloadPolicy: sharded params are on the host, where torch's fused AdamW steps them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        if options.algorithm != "adamw":
+            raise Unavailable("it is measured with AdamW")
         if options.world == 1:
             raise Unavailable("FSDP2 needs several ranks: torchrun --nproc-per-node 2")
         if options.device != "cuda":
@@ -329,6 +348,8 @@ def need(package: str, options: argparse.Namespace) -> None:
         raise Unavailable("it needs a GPU")
     if options.world > 1:
         raise Unavailable("it is measured on one GPU")
+    if options.algorithm != "adamw":
+        raise Unavailable("it is measured with AdamW")
 
 
 def contenders(options: argparse.Namespace) -> dict[str, Callable[[], Contender]]:
@@ -345,11 +366,12 @@ def contenders(options: argparse.Namespace) -> dict[str, Callable[[], Contender]
                 add(f"{fraction:.0%} {layout}", overlap, False, offload_fraction=fraction, **arguments)
     for layout, arguments in (("fp32 state", {}), ("split, bf16 moments", SMALL)):
         add(f"100% {layout}", True, True, offload_fraction=1.0, **arguments)
-        early_bytes = int(options.early_gib * (1 << 30))
+        # No CPU thread updates matrices beside a GPU.
+        early_bytes = int(options.early_gib * (1 << 30)) if options.algorithm == "adamw" else 0
         if early_bytes > 0:
             add(f"100% {layout}, early updates", True, True, offload_fraction=1.0,
                 early_update_bytes=early_bytes, **arguments)  # fmt: skip
-    for executors in ("cpu", "streamed"):
+    for executors in ("cpu", "streamed") if options.algorithm == "adamw" else ():
         add(f"100% fp32 state, {executors} only", True, False, offload_fraction=1.0,
             host_executors=executors)  # fmt: skip
     found["FSDP2 CPUOffloadPolicy, torch's AdamW"] = lambda: CpuOffloadPolicy(options)

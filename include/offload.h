@@ -436,9 +436,9 @@ typedef struct offload_optimizer_options {
  * group's algorithm does not use must be zero. All numbers are finite and, but for ns_a, ns_b and
  * ns_c, not negative; nesterov, maximize and cautious_weight_decay are 0 or 1.
  *
- * Muon updates matrices, each as a whole: a param of such a group needs a shard whose tensor has
- * two dimensions (rows, cols) or three (a stack of matrices), and has only whole matrices. All else
- * is refused: it belongs in a group of another algorithm. Not on CUDA devices yet. */
+ * Muon updates whole matrices: params of such a group need shards of whole ones, of a tensor with
+ * two dimensions (rows, cols) or three (a stack); others belong in another group. On CUDA only the
+ * device updates an optimizer that has them (docs/NUMERICS.md); without cuBLASLt: UNSUPPORTED. */
 typedef struct offload_group {
   uint32_t struct_size;
   int32_t nesterov;              /* SGD, Muon; needs momentum > 0 and dampening 0 */

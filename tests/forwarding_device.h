@@ -103,6 +103,10 @@ class ForwardingDevice : public Device {
     return device_->Update(stream, launch);
   }
   Status CheckMatrices() const override { return device_->CheckMatrices(); }
+  std::string matrix_products() const override { return device_->matrix_products(); }
+  Status PrepareMatrices(StreamHandle stream, const MatrixShape& shape, void* workspace) override {
+    return device_->PrepareMatrices(stream, shape, workspace);
+  }
   uint64_t MatrixWorkspaceBytes(const MatrixShape& shape) const override {
     return device_->MatrixWorkspaceBytes(shape);
   }

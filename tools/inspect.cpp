@@ -73,7 +73,10 @@ std::string TextOf(const Reader& reader) {
   out << "step " << manifest.step << ", " << AlgorithmsText(manifest) << ", "
       << Printable(manifest.layout) << " state" << (manifest.masters_only ? " (masters only)" : "")
       << ", saved by " << manifest.world << (manifest.world == 1 ? " rank" : " ranks") << " with "
-      << Printable(manifest.writer) << "\n\n";
+      << Printable(manifest.writer);
+  if (!manifest.matrix_products.empty())
+    out << ", matrices multiplied by " << Printable(manifest.matrix_products);
+  out << "\n\n";
   using Align = Table::Align;
   Table table({{"tensor", Align::kLeft},
                {"shape", Align::kLeft},
@@ -153,6 +156,7 @@ Json JsonOf(const Reader& reader) {
           {"algorithm", AlgorithmOf(manifest.algorithm)->name},
           {"masters_only", manifest.masters_only},
           {"layout", manifest.layout},
+          {"matrix_products", manifest.matrix_products},
           {"world", manifest.world},
           {"state_bytes", reader.bytes()},
           {"groups", groups},

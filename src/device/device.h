@@ -203,8 +203,18 @@ class Device {
   virtual Status Update(StreamHandle stream, const UpdateLaunch& launch) = 0;
   // UNSUPPORTED, with the way out, if this device cannot update matrices.
   virtual Status CheckMatrices() const = 0;
+  // What multiplies matrices here, with its version, if it gives them other bits than the CPU
+  // workers do: then only the device may update them. "" if the bits are those of the workers. Not
+  // before CheckMatrices.
+  virtual std::string matrix_products() const { return {}; }
   // The bytes of UpdateLaunch::workspace for a matrix.
   virtual uint64_t MatrixWorkspaceBytes(const MatrixShape& shape) const = 0;
+  // To be called once for each shape before UpdateMatrices, and before a stream waits for a flag:
+  // the first product of a shape may load code, which waits for all streams.
+  virtual Status PrepareMatrices(StreamHandle, const MatrixShape&, void* workspace) {
+    (void)workspace;
+    return {};
+  }
   // The same as Update for whole matrices; the rule is Rule::kMuon.
   virtual Status UpdateMatrices(StreamHandle stream, const UpdateLaunch& launch) = 0;
   // As SurveyTile and CollectTile.

@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cmath>
 #include <cstdio>
+#include <set>
+#include <utility>
 
 #include "base/system.h"
 #include "optimizer/optimizer_options.h"
@@ -124,6 +126,10 @@ Result<StateShape> Optimizer::MakeShape() const {
     if (param.is_of_matrices())
       shape.device_matrix_bytes = std::max(shape.device_matrix_bytes,
                                            context_->device().MatrixWorkspaceBytes(param.matrix));
+  if (shape.matrices > 0 && !context_->device().matrix_products().empty()) {
+    HYBRIDOPT_TRY(CheckNoCpuUpdates(options_, context_->device()));
+    shape.options.cpu_updates = false;
+  }
   if (options_.save_buffer_bytes != kAutoSaveBuffer) return shape;
   shape.options.save_buffer_bytes = 0;
   HYBRIDOPT_ASSIGN(
@@ -150,9 +156,8 @@ Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
 
 // Whether the device's ring leaves enough memory free. This is required only for a ring that the
 // options do not ask for: other memory on the device is more important than such a ring.
-bool Optimizer::LeavesRoom(const offload_plan_t& plan) const {
-  if (options_.host_executors != OFFLOAD_EXECUTORS_AUTO || options_.stream_ring_bytes != 0)
-    return true;
+bool Optimizer::LeavesRoom(const StateShape& shape, const offload_plan_t& plan) const {
+  if (!shape.options.cpu_updates || options_.stream_ring_bytes != 0) return true;
   const uint64_t held_bytes =
       committed_ != nullptr ? committed_->decided.lanes.stream_ring_bytes() : 0;
   return plan.device_ring_bytes <= std::max(held_bytes, plan.device_free_bytes / 8);
@@ -162,7 +167,7 @@ bool Optimizer::LeavesRoom(const offload_plan_t& plan) const {
 // does not allow its state to be pinned, or if the device has too little memory.
 Result<offload_plan_t> Optimizer::FitRing(const StateShape& shape, Arrangement& arrangement) const {
   HYBRIDOPT_ASSIGN(const offload_plan_t plan, PlanOf(*context_, table_, shape, arrangement));
-  if (!LeavesRoom(plan)) {
+  if (!LeavesRoom(shape, plan)) {
     arrangement.lacks_room = true;
     arrangement.lanes.stream_slots = 0;
     return PlanOf(*context_, table_, shape, arrangement);
@@ -183,16 +188,16 @@ Status Optimizer::CheckStateMayStream(const StateShape& shape,
                                       const Arrangement& arrangement) const {
   const ChunkTable& chunks = arrangement.chunks;
   const uint64_t least = std::min<uint64_t>(kMinStreamSlots, chunks.chunks.size());
-  const bool only = options_.host_executors == OFFLOAD_EXECUTORS_STREAMED;
   if (!shape.options.streams_state || arrangement.lacks_room) return {};
-  if (arrangement.unpinned_bytes > 0 && !only) return {};
+  if (arrangement.unpinned_bytes > 0 && shape.options.cpu_updates) return {};
+  const StreamedOnly streamed = StreamedOnlyOf(options_);
   if (arrangement.unpinned_bytes > 0)
     return Status::Error(
         OFFLOAD_INVALID_ARGUMENT,
-        "options.host_executors is OFFLOAD_EXECUTORS_STREAMED, but %llu bytes of state must be "
-        "pinned for that, more than options.pinned_bytes_max of the context leaves; raise it, or "
-        "use OFFLOAD_EXECUTORS_AUTO",
-        static_cast<unsigned long long>(arrangement.unpinned_bytes));
+        "%s, but %llu bytes of state must be pinned for that, more than options.pinned_bytes_max "
+        "of the context leaves; raise it, or %s",
+        streamed.why, static_cast<unsigned long long>(arrangement.unpinned_bytes),
+        streamed.way_out);
   if (arrangement.lanes.stream_slots >= least) return {};
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                        "options.stream_ring_bytes is %llu, expected at least %llu, the state of 2 "
@@ -201,6 +206,14 @@ Status Optimizer::CheckStateMayStream(const StateShape& shape,
                        static_cast<unsigned long long>(options_.stream_ring_bytes),
                        static_cast<unsigned long long>(least * chunks.stream_slot_bytes()),
                        kDefaultStreamSlots);
+}
+
+// Whether CPU workers may update the host share, whose state is not pinned.
+Status Optimizer::CheckCpuUpdates(const StateShape& shape, const Status& pinned) const {
+  if (shape.options.cpu_updates) return {};
+  const StreamedOnly streamed = StreamedOnlyOf(options_);
+  return Status::Error(pinned.code(), "%s, but its state is not pinned: %s; %s", streamed.why,
+                       pinned.message().c_str(), streamed.way_out);
 }
 
 // Pins the host's state for the device's ring. If the system does not pin all of it, the ring is
@@ -215,14 +228,21 @@ Status Optimizer::PinStates(Committed& committed) {
   if (committed.decided.lanes.stream_slots == 0) return {};
   const Status status = committed.PinForStreams();
   if (status.ok() || !IsUnpinnable(status)) return status;
-  if (options_.host_executors == OFFLOAD_EXECUTORS_STREAMED)
-    return Status::Error(status.code(),
-                         "options.host_executors is OFFLOAD_EXECUTORS_STREAMED, but its state is "
-                         "not pinned: %s; use OFFLOAD_EXECUTORS_AUTO",
-                         status.message().c_str());
+  HYBRIDOPT_TRY(CheckCpuUpdates(committed.shape, status));
   committed.decided.lanes.stream_slots = 0;
   HYBRIDOPT_ASSIGN(LaneScratch scratch, LaneScratch::Take(*context_, committed.decided.lanes));
   committed.lanes->UseScratch(scratch);
+  return {};
+}
+
+// The device gets to know all shapes of matrices before the first step.
+Status Optimizer::PrepareMatrices(Committed& committed) {
+  const Lanes& lanes = *committed.lanes;
+  std::set<std::pair<uint64_t, uint64_t>> known;
+  for (const ParamShape& param : committed.shape.params)
+    if (param.is_of_matrices() && known.insert({param.matrix.rows, param.matrix.cols}).second)
+      HYBRIDOPT_TRY(context_->device().PrepareMatrices(lanes.compute, param.matrix,
+                                                       lanes.matrix_workspace));
   return {};
 }
 
@@ -249,6 +269,7 @@ Status Optimizer::Commit(StreamHandle stream) {
   HYBRIDOPT_TRY(committed->master_fill->Initialize(table_.addresses(), stream));
   HYBRIDOPT_TRY(PinStates(*committed));  // the workers must touch it before: Initialize does that
   HYBRIDOPT_TRY(committed->changes->ClearDevice());
+  HYBRIDOPT_TRY(PrepareMatrices(*committed));
   committed->planned_device_bytes = plan.device_bytes;
   HYBRIDOPT_ASSIGN(std::atomic<uint64_t>* const progress, context_->device().NewFlag());
   HYBRIDOPT_TRY(context_->runners().Start());

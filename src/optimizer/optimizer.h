@@ -94,9 +94,11 @@ class Optimizer {
   Status CheckRoom(const offload_plan_t& plan) const;
   Result<StateShape> MakeShape() const;
   Result<offload_plan_t> FitRing(const StateShape& shape, Arrangement& arrangement) const;
-  bool LeavesRoom(const offload_plan_t& plan) const;
+  bool LeavesRoom(const StateShape& shape, const offload_plan_t& plan) const;
   Status CheckStateMayStream(const StateShape& shape, const Arrangement& arrangement) const;
+  Status CheckCpuUpdates(const StateShape& shape, const Status& pinned) const;
   Status PinStates(Committed& committed);
+  Status PrepareMatrices(Committed& committed);
   Status CheckChunkCount(const StateShape& shape) const;
   Status CheckCommitted() const;
   Status ClaimState() const;

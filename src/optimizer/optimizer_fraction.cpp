@@ -111,6 +111,7 @@ Status Optimizer::ExecuteResidenceChange(ResidenceRequest& request) {
   committed_->pipeline->UseChunks();
   const Status pinned = streams_state ? committed_->PinForStreams() : Status();
   if (!pinned.ok() && !IsUnpinnable(pinned)) return pinned;
+  if (!pinned.ok()) HYBRIDOPT_TRY(CheckCpuUpdates(committed_->shape, pinned));
   std::lock_guard lock(results_mutex_);
   stats_.host_bytes = host_bytes;
   stats_.staging_bytes = staging_bytes;

@@ -221,6 +221,29 @@ Status CheckDeviceFraction(double fraction, const char* what) {
                        what, fraction);
 }
 
+Status CheckNoCpuUpdates(const offload_optimizer_options_t& options, const Device& device) {
+  if (options.host_executors == OFFLOAD_EXECUTORS_CPU)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.host_executors is OFFLOAD_EXECUTORS_CPU, but the optimizer has "
+                         "matrices of OFFLOAD_MUON, which only %s updates, because CPU threads "
+                         "would give other bits; use OFFLOAD_EXECUTORS_AUTO",
+                         device.name());
+  if (options.early_update_bytes != 0)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.early_update_bytes is %llu, but the optimizer has matrices of "
+                         "OFFLOAD_MUON, which only %s updates, and only CPU threads update before "
+                         "a step; leave it 0",
+                         static_cast<unsigned long long>(options.early_update_bytes),
+                         device.name());
+  return {};
+}
+
+StreamedOnly StreamedOnlyOf(const offload_optimizer_options_t& options) {
+  if (options.host_executors == OFFLOAD_EXECUTORS_STREAMED)
+    return {"options.host_executors is OFFLOAD_EXECUTORS_STREAMED", "use OFFLOAD_EXECUTORS_AUTO"};
+  return {"only the device updates matrices of OFFLOAD_MUON", "raise device_fraction"};
+}
+
 ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const Device& device) {
   ShapeOptions shape{};
   shape.unified = device.unified();

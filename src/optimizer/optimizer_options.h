@@ -13,6 +13,18 @@ namespace hybridopt {
 // INVALID_ARGUMENT or UNSUPPORTED names the field.
 Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const Device& device);
 
+// For optimizers with matrices that only the device may update: INVALID_ARGUMENT if the options ask
+// for CPU workers.
+Status CheckNoCpuUpdates(const offload_optimizer_options_t& options, const Device& device);
+
+// Why CPU workers may not update the host share, and what to do instead: the beginning and the end
+// of error texts.
+struct StreamedOnly {
+  const char* why;
+  const char* way_out;
+};
+StreamedOnly StreamedOnlyOf(const offload_optimizer_options_t& options);
+
 // The value of save_buffer_bytes that leaves the size to the library.
 inline constexpr uint64_t kAutoSaveBuffer = UINT64_MAX;
 

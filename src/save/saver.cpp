@@ -36,6 +36,7 @@ Status Saver::LayOut(const ParamTable& table, const StateShape& shape) {
   manifest_ =
       NewManifest(table.algorithm(), point_.step, point_.world, masters_only, request_.groups);
   manifest_.layout = RowOf(shape.options.formats.moment0).stored_layout;
+  if (shape.matrices > 0) manifest_.matrix_products = context_.device().matrix_products();
   manifest_.files.push_back(
       {checkpoint::ShardFileName(point_.rank, point_.world), point_.rank, 0, 0, 0});
   // The arrays are sorted into the order in which a step overwrites them.

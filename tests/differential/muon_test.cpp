@@ -2,20 +2,27 @@
 // bits are the same on the host device and on the simulated one, at any device fraction, with any
 // executor, number of threads and size of chunks and rings, across save and resume, and if a stack
 // of matrices is cut between ranks; and each update is the one that torch.optim.Muon's formulas in
-// float64 give, as far as products in bf16 allow.
+// float64 give, as far as products in bf16 allow. A CUDA device has bits of its own, which are the
+// same at any fraction, chunk and ring.
 #include <gtest/gtest.h>
 
 #include <functional>
 #include <limits>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "../devices.h"
+#include "../forwarding_device.h"
 #include "../fault/trainer.h"
 #include "../matrix_problem.h"
 #include "../temporary_directory.h"
+#include "machine/context.h"
+#include "optimizer/handle_table.h"
 #include "problem.h"
 
 namespace hybridopt {
@@ -83,11 +90,15 @@ struct Setting : offload_optimizer_options_t {
     algorithm = OFFLOAD_MUON;
     chunk_elements = 1024;
   }
-  int32_t device = OFFLOAD_DEVICE_HOST;
+  int32_t device = DevicesUnderTest()[0];
   uint32_t threads = 1;
   uint64_t seed = 1;
   bool offloads_grads = false;
   bool assumes_finite = false;
+  uint64_t pinned_bytes_max = 0;
+  bool may_not_commit = false;
+  // Puts a device of the test between the library and the real device.
+  std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrap;
 };
 
 constexpr uint64_t kSteps = 6;
@@ -100,21 +111,17 @@ class Training {
  public:
   explicit Training(const Setting& setting, std::vector<Tensor> tensors = Tensors())
       : setting_(setting), tensors_(std::move(tensors)) {
-    auto options = Make<offload_context_options_t>();
-    options.device_kind = setting_.device;
-    options.threads = setting_.threads;
-    if (setting_.device == OFFLOAD_DEVICE_SIM) {
-      options.sim_memory_bytes = uint64_t{1} << 24;
-      options.sim_seed = setting_.seed;
-      options.sim_delay_ns_max = 20'000;
-    }
-    EXPECT_OFFLOAD_OK(offload_context_create(&options, &context));
+    MakeContext();
     EXPECT_OFFLOAD_OK(offload_optimizer_create(context, &setting_, &optimizer));
     uint32_t group_id = 0;
     for (const offload_group_t& group : Groups())
       EXPECT_OFFLOAD_OK(offload_optimizer_add_group(optimizer, &group, &group_id));
     for (uint32_t id = 0; id < tensors_.size(); ++id) Add(id);
-    EXPECT_OFFLOAD_OK(offload_optimizer_commit(optimizer, nullptr));
+    commit_status = offload_optimizer_commit(optimizer, nullptr);
+    commit_error = commit_status == OFFLOAD_OK ? "" : offload_last_error();
+    if (!setting_.may_not_commit) {
+      EXPECT_EQ(commit_error, "");
+    }
   }
   ~Training() {
     EXPECT_OFFLOAD_OK(offload_optimizer_destroy(optimizer));
@@ -206,8 +213,32 @@ class Training {
   offload_context_t context = nullptr;
   offload_optimizer_t optimizer = nullptr;
   offload_ticket_t ticket = 0, saved = 0;
+  int32_t commit_status = OFFLOAD_OK;
+  std::string commit_error;
 
  private:
+  void MakeContext() {
+    auto options = Make<offload_context_options_t>();
+    options.device_kind = setting_.device;
+    options.threads = setting_.threads;
+    options.pinned_bytes_max = setting_.pinned_bytes_max;
+    const SimOptions sim{uint64_t{1} << 24, setting_.seed, 20'000};
+    if (setting_.device == OFFLOAD_DEVICE_SIM) {
+      options.sim_memory_bytes = sim.memory_bytes;
+      options.sim_seed = sim.seed;
+      options.sim_delay_ns_max = sim.delay_ns_max;
+    }
+    if (!setting_.wrap) {
+      EXPECT_OFFLOAD_OK(offload_context_create(&options, &context));
+      return;
+    }
+    const KernelTable& kernels = *SelectKernels().value();
+    using Contexts = HandleTable<Context, HandleKind::kContext>;
+    auto made = std::make_shared<Context>(
+        options, setting_.wrap(std::move(CreateSimDevice(sim, kernels).value())), kernels);
+    context = static_cast<offload_context_t>(Contexts::Instance().Insert(std::move(made)).value());
+  }
+
   static std::vector<float> Part(const Tensor& tensor, const std::vector<float>& values) {
     const uint64_t first = static_cast<uint64_t>(tensor.begin) * tensor.row_count();
     const auto begin = values.begin() + static_cast<ptrdiff_t>(first);
@@ -301,8 +332,29 @@ Setting WithState(const StateChoice& state) {
   return setting;
 }
 
+// Settings that must not change a bit of a CUDA device.
+std::map<std::string, std::function<void(Setting&)>> VariationsOnCuda() {
+  return {
+      {"device", [](Setting& s) { s.device_fraction = 1; }},
+      {"streamed", [](Setting& s) { s.host_executors = OFFLOAD_EXECUTORS_STREAMED; }},
+      {"large chunks, a large ring", [](Setting& s) {
+         s.chunk_elements = uint64_t{1} << 20;
+         s.stream_ring_bytes = uint64_t{1} << 25;
+       }},
+      {"a third", [](Setting& s) {
+         s.device_fraction = 0.33;
+         s.chunk_elements = 3000;
+       }},
+      {"changes", [](Setting& s) {
+         s.device_fraction = 0.4;
+         s.track_changes = 1;
+       }},
+  };
+}
+
 // Settings that must not change a bit.
 std::map<std::string, std::function<void(Setting&)>> Variations() {
+  if (TestsRunOnCuda()) return VariationsOnCuda();
   const auto sim = [](auto change) {
     return [change](Setting& s) {
       s.device = OFFLOAD_DEVICE_SIM;
@@ -352,20 +404,20 @@ TEST_P(MuonTest, NoSettingChangesABit) {
 
 // The save runs while the next steps wait for room, and the state comes back under other settings.
 TEST_P(MuonTest, ResumingChangesNoBit) {
-  for (const int32_t device : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM})
+  for (const int32_t device : DevicesUnderTest())
     for (const uint64_t buffer_bytes : {uint64_t{0}, uint64_t{1} << 20}) {
       const TemporaryDirectory directory;
       Setting setting = WithState(GetParam());
       setting.device = device;
       setting.threads = 2;
-      setting.device_fraction = device == OFFLOAD_DEVICE_SIM ? 0.4 : 0;
+      setting.device_fraction = device == OFFLOAD_DEVICE_HOST ? 0 : 0.4;
       setting.save_buffer_bytes = buffer_bytes;
       Training first(setting);
       first.Steps(0, 2);
       first.Save(directory / "saved");
       first.Steps(2, kSteps);
       EXPECT_OFFLOAD_OK(offload_optimizer_wait(first.optimizer, first.saved, -1));
-      setting.device = OFFLOAD_DEVICE_SIM;
+      setting.device = AcceleratorUnderTest();
       setting.device_fraction = 0.7;
       setting.chunk_elements = 2048;
       Training second(setting);
@@ -381,7 +433,7 @@ INSTANTIATE_TEST_SUITE_P(States, MuonTest, testing::ValuesIn(StateChoices()));
 TEST(Muon, ChangesOfTheFractionCutBetweenMatrices) {
   Setting setting;
   const std::vector<std::string> expected = BitsOf(setting);
-  setting.device = OFFLOAD_DEVICE_SIM;
+  setting.device = AcceleratorUnderTest();
   Training training(setting);
   for (uint64_t number = 0; number < kSteps; ++number) {
     const double fraction = 0.19 * static_cast<double>((number * 3) % 5);
@@ -393,7 +445,7 @@ TEST(Muon, ChangesOfTheFractionCutBetweenMatrices) {
 
 TEST(Muon, UpdatesBeforeTheStepAndGradientsOnTheHostChangeNoBit) {
   Setting setting;
-  setting.device = OFFLOAD_DEVICE_SIM;
+  setting.device = AcceleratorUnderTest();
   setting.movable = OFFLOAD_MOVABLE_GRADS;
   setting.offloads_grads = true;
   setting.threads = 2;
@@ -403,6 +455,7 @@ TEST(Muon, UpdatesBeforeTheStepAndGradientsOnTheHostChangeNoBit) {
   setting.device_fraction = 0.2;
   setting.host_executors = OFFLOAD_EXECUTORS_STREAMED;
   ExpectSame(BitsOf(setting), expected);
+  if (TestsRunOnCuda()) return;  // there no CPU thread updates a matrix
   setting.host_executors = OFFLOAD_EXECUTORS_CPU;
   setting.early_update_bytes = uint64_t{1} << 22;
   Training training(setting);
@@ -508,6 +561,137 @@ TEST(Muon, UpdatesAreThoseOfFloat64) {
 }
 
 // --------------------------------------------------------------------------- plans and refusals --
+
+// -------------------------------------------------------------- devices that have bits of their own --
+
+// A device whose matrices have bits that the CPU workers do not have. It may refuse to pin memory.
+class DeviceOfOtherBits final : public ForwardingDevice {
+ public:
+  using ForwardingDevice::ForwardingDevice;
+
+  std::string matrix_products() const override { return "the test 1 on a device"; }
+  Status PrepareMatrices(StreamHandle stream, const MatrixShape& shape, void* workspace) override {
+    EXPECT_NE(workspace, nullptr);
+    EXPECT_TRUE(prepared_.insert({shape.rows, shape.cols}).second) << "prepared twice";
+    return ForwardingDevice::PrepareMatrices(stream, shape, workspace);
+  }
+  Status UpdateMatrices(StreamHandle stream, const UpdateLaunch& launch) override {
+    for (const DeviceUpdate& update : launch.updates)
+      EXPECT_TRUE(prepared_.contains({update.matrix.rows, update.matrix.cols}));
+    return ForwardingDevice::UpdateMatrices(stream, launch);
+  }
+  Status PinHost(void* data, uint64_t bytes) override {
+    if (refuses_state && std::this_thread::get_id() != tests_thread_)
+      return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY, "the test pins no more");
+    return ForwardingDevice::PinHost(data, bytes);
+  }
+
+  // Refuses to pin what the library's own threads pin: state.
+  bool refuses_state = false;
+
+ private:
+  const std::thread::id tests_thread_ = std::this_thread::get_id();
+  std::set<std::pair<uint64_t, uint64_t>> prepared_;
+};
+
+Setting WithOtherBits(DeviceOfOtherBits** made = nullptr) {
+  Setting setting;
+  setting.device = OFFLOAD_DEVICE_SIM;
+  setting.threads = 2;
+  setting.wrap = [made](std::unique_ptr<Device> device) {
+    auto wrapped = std::make_unique<DeviceOfOtherBits>(std::move(device));
+    if (made != nullptr) *made = wrapped.get();
+    return wrapped;
+  };
+  return setting;
+}
+
+TEST(Muon, NoCpuThreadUpdatesWhereTheDeviceHasBitsOfItsOwn) {
+  const std::vector<std::string> expected = BitsOf(Setting());
+  for (const double fraction : {0.0, 0.5, 1.0}) {
+    Setting setting = WithOtherBits();
+    setting.device_fraction = fraction;
+    Training training(setting);
+    for (uint64_t number = 0; number < kSteps; ++number) {
+      const offload_step_result_t result = training.Step(number);
+      EXPECT_EQ(result.cpu_elements, 0u);
+      if (number != kSkipped) {
+        EXPECT_EQ(result.streamed_elements > 0, fraction < 1);
+      }
+    }
+    ExpectSame(training.Bits(), expected);
+  }
+}
+
+TEST(Muon, WhereOnlyTheDeviceUpdatesCpuThreadsAreRefused) {
+  const auto expect_refused = [](Setting setting, int32_t status,
+                                 const std::vector<std::string>& texts) {
+    setting.may_not_commit = true;
+    const Training training(setting);
+    EXPECT_EQ(training.commit_status, status);
+    for (const std::string& text : texts)
+      EXPECT_NE(training.commit_error.find(text), std::string::npos) << training.commit_error;
+  };
+  Setting setting = WithOtherBits();
+  setting.host_executors = OFFLOAD_EXECUTORS_CPU;
+  expect_refused(setting, OFFLOAD_INVALID_ARGUMENT,
+                 {"options.host_executors is OFFLOAD_EXECUTORS_CPU", "OFFLOAD_MUON",
+                  "use OFFLOAD_EXECUTORS_AUTO"});
+  setting = WithOtherBits();
+  setting.movable = OFFLOAD_MOVABLE_GRADS;
+  setting.early_update_bytes = 4096;
+  expect_refused(setting, OFFLOAD_INVALID_ARGUMENT,
+                 {"options.early_update_bytes is 4096", "OFFLOAD_MUON", "leave it 0"});
+  setting = WithOtherBits();
+  setting.stream_ring_bytes = 4096;
+  expect_refused(setting, OFFLOAD_INVALID_ARGUMENT, {"options.stream_ring_bytes is 4096"});
+  setting = WithOtherBits();
+  setting.pinned_bytes_max = 200'000;
+  expect_refused(setting, OFFLOAD_INVALID_ARGUMENT,
+                 {"only the device updates matrices of OFFLOAD_MUON", "pinned_bytes_max",
+                  "raise device_fraction"});
+}
+
+std::string NotesOf(const Training& training) {
+  auto info = Make<offload_context_info_t>();
+  EXPECT_OFFLOAD_OK(offload_context_get_info(training.context, &info));
+  return info.notes;
+}
+
+TEST(Muon, ACheckpointTellsWhatMultipliedItsMatrices) {
+  const TemporaryDirectory directory;
+  const std::string path = directory / "saved";
+  Training first(WithOtherBits());
+  first.Steps(0, 2);
+  first.Save(path);
+  EXPECT_OFFLOAD_OK(offload_optimizer_wait(first.optimizer, first.saved, -1));
+  Training same(WithOtherBits());
+  same.Load(path);
+  EXPECT_EQ(NotesOf(same).find("multiplied"), std::string::npos);
+  Training other((Setting()));
+  other.Load(path);
+  EXPECT_NE(NotesOf(other).find("multiplied by the test 1 on a device, and are now by hybridopt on "
+                                "the CPU"),
+            std::string::npos)
+      << NotesOf(other);
+  ExpectSame(other.Bits(), first.Bits());
+}
+
+// What the system does not pin cannot stream, so the optimizer must not go on.
+TEST(Muon, WhereOnlyTheDeviceUpdatesStateThatCannotBePinnedIsAnError) {
+  DeviceOfOtherBits* device = nullptr;
+  Setting setting = WithOtherBits(&device);
+  setting.device_fraction = 1;
+  Training training(setting);
+  training.Steps(0, 2);
+  device->refuses_state = true;
+  offload_ticket_t moved = 0;
+  ASSERT_OFFLOAD_OK(offload_optimizer_set_device_fraction(training.optimizer, 0, &moved));
+  EXPECT_EQ(offload_optimizer_wait(training.optimizer, moved, -1), OFFLOAD_OUT_OF_HOST_MEMORY);
+  EXPECT_NE(std::string(offload_last_error()).find("only the device updates matrices"),
+            std::string::npos)
+      << offload_last_error();
+}
 
 TEST(Muon, RingsAreAsLargeAsTheLargestMatrixNeeds) {
   Setting setting;

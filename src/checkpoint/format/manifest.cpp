@@ -26,6 +26,7 @@ static_assert(kManifestTailBytes == kLast.size() + kHashDigits + kEnd.size());
 
 constexpr size_t kWriterBytesMax = 256;
 constexpr size_t kLayoutBytesMax = 64;
+constexpr size_t kProductsBytesMax = 512;
 constexpr size_t kFileNameBytesMax = 255;
 
 std::string HashText(uint64_t hash) {
@@ -50,6 +51,11 @@ class ManifestWriter {
     text_ += ",";
     Key("layout");
     AppendJsonString(&text_, manifest_.layout);
+    if (!manifest_.matrix_products.empty()) {
+      text_ += ",";
+      Key("matrix_products");
+      AppendJsonString(&text_, manifest_.matrix_products);
+    }
     Number(",\"world\"", manifest_.world);
     Number(",\"block_bytes\"", manifest_.block_bytes);
     text_ += ",\n";
@@ -202,6 +208,7 @@ class ManifestReader {
         {"algorithm", [&] { Word(FindAlgorithm, "an algorithm", &manifest_.algorithm); }},
         {"masters_only", [&] { manifest_.masters_only = json_.Bool(); }},
         {"layout", [&] { manifest_.layout = Text(kLayoutBytesMax); }},
+        {"matrix_products", [&] { manifest_.matrix_products = Text(kProductsBytesMax); }, true},
         {"world", [&] { manifest_.world = Small(kWorldMax); }},
         {"block_bytes", [&] { manifest_.block_bytes = json_.Unsigned(kBlockBytesMax); }},
         {"groups", [&] { json_.Array([&] { manifest_.groups.push_back(Group()); }); }},

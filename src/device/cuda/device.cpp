@@ -20,6 +20,7 @@
 #include "base/function_ref.h"
 #include "base/system.h"
 #include "device/cuda/driver.h"
+#include "device/cuda/matrices.h"
 #include "device/cuda/memory.h"
 #include "device/cuda/poll.h"
 #include "device/cuda/stream_name.h"
@@ -119,8 +120,12 @@ class CudaDevice final : public Device {
   Status SetVerdict(StreamHandle stream, const Verdict& value, Verdict* device) override;
   Status Update(StreamHandle stream, const UpdateLaunch& launch) override;
   Status CheckMatrices() const override;
-  uint64_t MatrixWorkspaceBytes(const MatrixShape&) const override { return 0; }
-  Status UpdateMatrices(StreamHandle, const UpdateLaunch&) override { return CheckMatrices(); }
+  std::string matrix_products() const override { return matrices_->Version() + " on " + name_; }
+  uint64_t MatrixWorkspaceBytes(const MatrixShape& shape) const override {
+    return Matrices::WorkspaceBytes(shape);
+  }
+  Status PrepareMatrices(StreamHandle stream, const MatrixShape& shape, void* workspace) override;
+  Status UpdateMatrices(StreamHandle stream, const UpdateLaunch& launch) override;
   Status SurveyChanges(StreamHandle stream, const ChangeSurvey& launch) override;
   Status CollectChanges(StreamHandle stream, const ChangeCollection& launch) override;
   Status Run(StreamHandle stream, offload_stream_function_t function, void* user) override;
@@ -157,6 +162,7 @@ class CudaDevice final : public Device {
   mutable Fault fault_;
   BlockMemory memory_;
   std::unique_ptr<Tables> tables_;
+  std::unique_ptr<Matrices> matrices_;
 
   mutable std::mutex mutex_;                     // guards all below
   std::map<StreamHandle, std::string> streams_;  // created by this device, with their labels
@@ -207,6 +213,7 @@ Status CudaDevice::Initialize() {
     pci_id_ += static_cast<char>(std::tolower(static_cast<unsigned char>(*c)));  // as in sysfs
   HYBRIDOPT_TRY(fault_.Check(LoadKernels(), "loading the kernels"));
   HYBRIDOPT_ASSIGN(tables_, Tables::Create(fault_));
+  matrices_ = std::make_unique<Matrices>(*this, fault_);
   return {};
 }
 
@@ -238,7 +245,9 @@ Status CudaDevice::CheckAttributes(CUdevice device) {
 
 CudaDevice::~CudaDevice() {
   if (fork_generation_ != system::ForkGeneration()) {
-    (void)tables_.release();  // CUDA does not survive fork: all objects belong to the parent
+    // CUDA does not survive fork: all objects belong to the parent.
+    (void)tables_.release();
+    (void)matrices_.release();
     memory_.KeepMapped();
     return;
   }
@@ -246,8 +255,12 @@ CudaDevice::~CudaDevice() {
   const Scope scope = Enter();
   while (!streams_.empty()) AbandonStream(streams_.begin()->first);
   // Pages of flags are not freed, because a stream of the caller may still read a flag.
-  if (stuck_) (void)tables_.release();
+  if (stuck_) {
+    (void)tables_.release();
+    (void)matrices_.release();
+  }
   tables_.reset();
+  matrices_.reset();
   memory_.FreeAll();
   CUdevice device = 0;
   (void)driver_.device_get(&device, options_.device_index);
@@ -673,12 +686,6 @@ Status CudaDevice::SumBlocks(StreamHandle stream, const NormLaunch& launch, size
   return status.ok() ? given_back : status;
 }
 
-Status CudaDevice::CheckMatrices() const {
-  return Status::Error(OFFLOAD_UNSUPPORTED,
-                       "OFFLOAD_MUON is not there on CUDA devices yet; use another algorithm, or "
-                       "keep the params in host memory with OFFLOAD_DEVICE_HOST");
-}
-
 // Updates with different rules or formats need separate launches.
 Status CudaDevice::Update(StreamHandle stream, const UpdateLaunch& launch) {
   const Scope scope = Enter();
@@ -719,6 +726,34 @@ Status CudaDevice::UpdateSome(StreamHandle stream, const UpdateLaunch& launch,
   }
   const Status given_back = tables_->GiveBack(table, Of(stream));
   return status.ok() ? given_back : status;
+}
+
+// Opens cuBLASLt, so that a program that updates no matrices does not load it.
+Status CudaDevice::CheckMatrices() const {
+  const Scope scope = Enter();
+  return matrices_->Open();
+}
+
+Status CudaDevice::PrepareMatrices(StreamHandle stream, const MatrixShape& shape,
+                                   void* workspace) {
+  const Scope scope = Enter();
+  return matrices_->Prepare(stream, shape, workspace);
+}
+
+Status CudaDevice::UpdateMatrices(StreamHandle stream, const UpdateLaunch& launch) {
+  const Scope scope = Enter();
+  for (const DeviceUpdate& one : launch.updates) {
+    MatrixUpdate matrix{};
+    matrix.span = one.span;
+    matrix.types = one.types();
+    matrix.shape = one.matrix;
+    matrix.coefficients = launch.coefficients[one.coefficients];
+    matrix.steps = one.ns_steps;
+    matrix.noted = one.noted;
+    matrix.workspace = launch.workspace;
+    HYBRIDOPT_TRY(matrices_->Update(stream, matrix, launch.verdict));
+  }
+  return {};
 }
 
 Status CudaDevice::SurveyChanges(StreamHandle stream, const ChangeSurvey& launch) {

@@ -75,6 +75,12 @@ Status Matrices::Open() {
   return {};
 }
 
+std::string Matrices::Version() {
+  std::lock_guard lock(mutex_);
+  HYBRIDOPT_CHECK(lt_.handle != nullptr);
+  return "cuBLASLt " + std::to_string(lt_.functions.get_version());
+}
+
 // ------------------------------------------------------------------------------------- products --
 
 Result<const Matrices::Product*> Matrices::Find(const ProductShape& shape) {

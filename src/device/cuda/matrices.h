@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <tuple>
 
 #include "base/status.h"
@@ -29,6 +30,8 @@ class Matrices {
   static uint64_t WorkspaceBytes(const MatrixShape& shape);
   // Opens cuBLASLt. UNSUPPORTED, with the way out, if there is none.
   Status Open();
+  // "cuBLASLt 130200". Requires Open.
+  std::string Version();
   // Chooses the algorithms for a shape, and queues each of its products once: cuBLASLt loads a
   // kernel at its first launch, and that could wait for a stream which itself waits for the launch.
   // To be called before such streams exist.

@@ -1,6 +1,7 @@
 #include "save/load/loader.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "kernels/algorithms.h"
@@ -15,6 +16,12 @@ uint64_t Bytes(const std::vector<checkpoint::Extent>& extents) {
 }
 
 }  // namespace
+
+Status Loader::Open() {
+  HYBRIDOPT_TRY(sources_.Open(context_.files(), request_.path));
+  CompareProducts();
+  return {};
+}
 
 Status Loader::TakeMemory() {
   blocks_ =
@@ -79,6 +86,22 @@ void Loader::Progress(uint64_t bytes) {
   bytes_done_ += bytes;
   if (request_.progress != nullptr)
     request_.progress(request_.progress_user, bytes_done_, bytes_total_);
+}
+
+// Warns if matrices were multiplied by other code before.
+void Loader::CompareProducts() const {
+  const auto is_of_matrices = [](const Param& param) { return IsOfMatrices(param.algorithm); };
+  if (std::none_of(table_.params().begin(), table_.params().end(), is_of_matrices)) return;
+  const std::string& before = sources_.reader().manifest().matrix_products;
+  const std::string now = context_.device().matrix_products();
+  if (before == now) return;
+  const auto text = [](const std::string& products) {
+    return products.empty() ? std::string("hybridopt on the CPU") : products.substr(0, 256);
+  };
+  const std::string note = "the matrices of a loaded checkpoint were multiplied by " +
+                           text(before) + ", and are now by " + text(now) +
+                           ", which rounds otherwise";
+  context_.Note(note.c_str());
 }
 
 void Loader::SetCounts(StepCounts& step_counts) const {

@@ -47,7 +47,7 @@ class Loader {
         writer_(transfer_, table, shape, locator_, StateWriter::Values::kStay) {}
 
   // Opens the checkpoint and compares its content with this optimizer.
-  Status Open() { return sources_.Open(context_.files(), request_.path); }
+  Status Open();
   const LoadSources& sources() const { return sources_; }
   // Takes the memory for reading, and compares the hashes of all blocks that will be read.
   Status Verify();
@@ -60,6 +60,7 @@ class Loader {
   void SetCounts(StepCounts& step_counts) const;
 
  private:
+  void CompareProducts() const;
   Status TakeMemory();
   checkpoint::BlockReader ReaderOf(const std::vector<checkpoint::Extent>& extents);
   Status FillMoments();

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .. import abi
 from ..base.callers import depth_of_caller
 from ..base.device_memory import DeviceMemory
 from ..params.members import Member
@@ -69,6 +70,28 @@ def with_shards(
     return distributed.with_shards(members, comm, options["replica_group"])
 
 
+def _only_device_updates(wanted: Wanted, device: torch.device) -> bool:
+    return device.type != "cpu" and any(group["algorithm"] == abi.OFFLOAD_MUON for group in wanted.groups)
+
+
+def host_executors_of(options: OffloadOptions, wanted: Wanted, device: torch.device) -> str:
+    """Who updates the host share. CPU threads would give matrices of Muon other bits than a GPU."""
+    chosen = options["host_executors"]
+    if device.type == "cpu" and chosen == "streamed":
+        raise ValueError(
+            "host_executors='streamed' with parameters on the CPU: state streams through a GPU; set "
+            "host_executors='auto', or move the model to the GPU before its first step"
+        )
+    if not _only_device_updates(wanted, device):
+        return chosen
+    if chosen == "cpu":
+        raise ValueError(
+            "host_executors='cpu' with Muon on a GPU: only the GPU updates its matrices, because CPU threads would "
+            "give other bits; set host_executors='auto'"
+        )
+    return "streamed"
+
+
 def early_update_bytes(options: OffloadOptions, device: torch.device, host_executors: str) -> int:
     """The bytes that the library should take for early updates. 0 if the library would refuse them, because
     gradients do not leave the device (before hook_gradients()), or because no CPU thread could update a copy of a
@@ -87,11 +110,7 @@ def make_engine(
 ) -> tuple[Engine, Placement]:
     """A registered engine that is not committed, and where its state will be."""
     device = device_of(members)
-    if device.type == "cpu" and options["host_executors"] == "streamed":
-        raise ValueError(
-            "host_executors='streamed' with parameters on the CPU: state streams through a GPU; set "
-            "host_executors='auto', or move the model to the GPU before its first step"
-        )
+    host_executors = host_executors_of(options, wanted, device)
     context = context_for(
         device,
         options["local_rank"],
@@ -122,7 +141,6 @@ def make_engine(
             **({} if comm is None else comm.options()),
         )
 
-    host_executors = options["host_executors"]
     if host_executors == "auto" and fraction == placement.AUTO and budget_bytes is not None:
         # If the ring for streamed state took much of the budget, the state itself would have no room.
         if engine_for(0.0, host_executors).plan().device_ring_bytes > budget_bytes // 8:
@@ -140,7 +158,7 @@ def make_engine(
     return engine, chosen
 
 
-def warn_of_no_effect(options: OffloadOptions, device: torch.device) -> None:
+def warn_of_no_effect(options: OffloadOptions, wanted: Wanted, device: torch.device) -> None:
     """Warns of an option that has no effect on this device, or with the other options."""
     if options["early_update_bytes"] == 0:
         return
@@ -149,6 +167,8 @@ def warn_of_no_effect(options: OffloadOptions, device: torch.device) -> None:
         why = "the parameters are on the CPU, and early updates are for those on a GPU"
     elif options["host_executors"] == "streamed":
         why = "host_executors='streamed' leaves nothing to CPU threads, which update early"
+    elif _only_device_updates(wanted, device):
+        why = "only the GPU updates matrices of Muon, and CPU threads update early"
     elif "accumulate" in options["movable"]:
         why = "with hook_gradients(accumulate=True) gradients are final in the step alone"
     if why is not None:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 class Muon(OffloadOptimizer):
     """Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) with its momentum in host
     memory, with the arguments of torch.optim.Muon. Its params are matrices; all others belong in groups with
-    algorithm="adamw" (muon_groups() makes both), which have AdamW's defaults. Not on CUDA devices yet.
+    algorithm="adamw" (muon_groups() makes both), which have AdamW's defaults. On a GPU only the GPU updates
+    params, through cuBLASLt, which torch brings along: what is on the host streams through it.
 
     Args:
         params (iterable): matrices to optimize, (name, param) pairs, or dicts that are param groups, such as

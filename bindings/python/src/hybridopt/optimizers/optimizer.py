@@ -311,7 +311,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
             members = self._overlap.ordered(members)
         engine = self._new_engine(members, wanted)
         engine.commit()
-        making.warn_of_no_effect(self._options, engine.device)
+        making.warn_of_no_effect(self._options, wanted, engine.device)
         engine.counts_before = self._engines.counts
         self._leftover = making.leftover_of(engine, self._options)
         if self._comm is not None:
