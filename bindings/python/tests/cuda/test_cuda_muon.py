@@ -129,8 +129,8 @@ def test_only_the_gpu_updates():
     with pytest.raises(ValueError, match="host_executors='cpu' with Muon on a GPU: only the GPU updates its matrices"):
         train(model, optimizer, range(1))
     model, optimizer = made(offload_fraction=1.0, early_update_bytes=1 << 20)
-    optimizer.hook_gradients(micro_batches=None)
     with pytest.warns(UserWarning, match="early_update_bytes=1048576 has no effect: only the GPU updates matrices"):
+        optimizer.hook_gradients(micro_batches=None)
         train(model, optimizer, range(1))
 
 
