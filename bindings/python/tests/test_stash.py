@@ -7,6 +7,7 @@ import functools
 import gc
 import io
 import pickle
+import sys
 import weakref
 
 import pytest
@@ -416,6 +417,61 @@ def test_a_measured_pass_whose_save_is_cut_off_can_be_begun_again(monkeypatch):
     assert bits(results) == bits([squares(other).detach() for _ in range(3)])
     assert bits(param.grad for param in model.parameters()) == bits(param.grad for param in other.parameters())
     wrapping.remove()
+
+
+@pytest.mark.parametrize("outer", [None, "outer"])
+@pytest.mark.parametrize("key", [None, "key"])
+@pytest.mark.parametrize("function", ["_leave_statement", "_exit"])
+def test_a_with_statement_whose_end_is_cut_off_has_ended(function, key, outer):
+    """Ctrl-C comes before the first line of a function that the statement calls at its end."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+    model.x = torch.linspace(-1, 1, 64).reshape(4, 16)
+    expected = bits([squares(model)])
+    stash = stash_of(fraction=1.0)
+    context = stash if key is None else stash(key)
+
+    def cut_off(frame, event, _):
+        if event == "call" and frame.f_code.co_name == function:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    with contextlib.nullcontext() if outer is None else stash(outer):
+        with pytest.raises(KeyboardInterrupt):
+            with context:
+                loss = model(model.x).square().sum()
+                sys.settrace(cut_off)
+        assert len(stash._thread.statements) == (outer is not None)
+        assert (top_hooks() is None) == (outer is None)
+        loss.backward()
+        assert bits([loss]) == expected
+    for _ in range(2):
+        assert bits([squares(model, lambda: context)]) == expected
+        assert not stash._thread.statements and top_hooks() is None
+
+
+def test_the_end_of_a_with_statement_by_other_ways():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    model.x = torch.linspace(-1, 1, 64).reshape(4, 16)
+    stash = stash_of(fraction=1.0)
+    for context in (stash, stash("key")):
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(context)
+            loss = squares(model)
+            assert top_hooks() is not None
+        assert top_hooks() is None
+        context.__enter__()
+        assert bits([squares(model)]) == bits([loss])
+        context.__exit__(None, None, None)
+        assert top_hooks() is None and not stash._thread.statements
+    gone = weakref.ref(stash)
+    del stash, context
+    gc.collect()
+    assert gone() is None
+
+
+def top_hooks():
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def squares(model, begin=contextlib.nullcontext):

@@ -7,7 +7,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
@@ -32,6 +32,7 @@ from .layers import LayerHooks, Wrapping, modules_of
 from .names import ROLES, Call, Names, Roles
 from .program import Program
 from .saved import Kept, Put, Wrapped, is_param, may_go, range_of
+from .statements import Exit, Statement
 from .stats import Saved, StashStats, link_of, stats_of
 from .table import Table
 from .weights import Weights
@@ -49,8 +50,13 @@ class Thread(threading.local):
     """The contexts that each thread has entered."""
 
     def __init__(self) -> None:
-        self.passes: list[ForwardPass | None] = []  # passes of with statements; None: in a backward pass
+        self.statements: list[Statement] = []
+        self.next_end: weakref.ref[Any] | None = None  # of the statement that begins
         self.entered: list[Entered] = []
+
+    def begin_statement(self, forward_pass: ForwardPass | None) -> None:
+        end, self.next_end = self.next_end, None
+        self.statements.append(Statement(forward_pass, end))
 
 
 class Entered:
@@ -85,7 +91,16 @@ class Keyed:
         self._stash._enter(self._key)
         return self._stash
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
+    if TYPE_CHECKING:
+
+        def __exit__(self, kind: Any, *_: Any) -> None: ...
+    else:
+        __exit__ = Exit()
+
+    def _note_end(self, end: Callable[..., None]) -> None:
+        self._stash._note_end(end, self._key)
+
+    def _leave_statement(self, kind: Any, *_: Any) -> None:
         self._stash._exit(self._key, kind is None)
 
 
@@ -200,8 +215,11 @@ class ActivationStash:
         self._enter("")
         return self
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        self._exit("", kind is None)
+    if TYPE_CHECKING:
+
+        def __exit__(self, kind: Any, *_: Any) -> None: ...
+    else:
+        __exit__ = Exit()
 
     def __call__(self, key: str) -> Keyed:
         """For a with statement: like the stash itself, but for a program that saves other tensors than the programs
@@ -377,24 +395,39 @@ class ActivationStash:
         refuse_capture("an activation stash")
         thread = self._thread
         if _is_in_backward():
-            thread.passes.append(None)
+            thread.begin_statement(None)
             return
-        outer = thread.passes[-1] if thread.passes else None
-        depth = len(thread.passes)
+        outer = thread.statements[-1].forward_pass if thread.statements else None
+        depth = len(thread.statements)
         while depth == 0 and thread.entered and thread.entered[-1].module is None:
-            self._leave(thread.entered[-1])  # Ctrl-C has ended the __exit__() that had to
+            self._leave(thread.entered[-1])  # Ctrl-C has ended the _exit() that had to
         try:
             with self._lock:
-                thread.passes.append(self._begin(key) if outer is None else outer)
+                thread.begin_statement(self._begin(key) if outer is None else outer)
             if outer is None and not self._wrapped:
                 self._install(Entered(None))
-        except BaseException:  # __exit__() will not be called
-            del thread.passes[depth:]
+        except BaseException:  # _exit() will not be called
+            del thread.statements[depth:]
             raise
 
+    def _note_end(self, end: Callable[..., None], key: str = "") -> None:
+        stash = weakref.ref(self)
+
+        def note(its: weakref.ref[Any]) -> None:
+            """Ends the forward pass if Ctrl-C has come before the first line of _exit()."""
+            this = stash()
+            statements = [] if this is None else this._thread.statements
+            if this is not None and statements and statements[-1].end is its:
+                this._exit(key, False)
+
+        self._thread.next_end = weakref.ref(end, note)
+
+    def _leave_statement(self, kind: Any, *_: Any) -> None:
+        self._exit("", kind is None)
+
     def _exit(self, key: str, is_whole: bool) -> None:
-        this, thread = self._thread.passes.pop(), self._thread
-        if this is None or (thread.passes and thread.passes[-1] is this):
+        (this, _), thread = self._thread.statements.pop(), self._thread
+        if this is None or (thread.statements and thread.statements[-1].forward_pass is this):
             return
         try:
             with self._lock:
@@ -549,7 +582,7 @@ class ActivationStash:
 
     def _continue_pass(self, layer: nn.Module) -> None:
         """Outside of with statements, forward passes begin with the same layer."""
-        if self._thread.passes:
+        if self._thread.statements:
             return
         is_first = self._first_called is not None and self._first_called() is layer
         if self._open is None or is_first or self._open.was_used:
@@ -612,7 +645,8 @@ class ActivationStash:
     def _pass_now(self) -> ForwardPass | None:
         if _is_in_backward():
             return None
-        return self._thread.passes[-1] if self._thread.passes else self._open
+        statements = self._thread.statements
+        return statements[-1].forward_pass if statements else self._open
 
     def _put(self, tensor: Tensor, this: ForwardPass) -> Any:
         module = self._names.module
