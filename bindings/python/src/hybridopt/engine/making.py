@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import warnings
 from typing import TYPE_CHECKING
@@ -62,7 +61,7 @@ def with_shards(
     one of its gradients has a wider dtype). Otherwise all ranks must call this."""
     names = {param: slot.name for param, slot in before.items()}
     if comm is not None and names == {member.param: member.name for member in members}:
-        return [dataclasses.replace(m, shard=before[m.param].shard) for m in members]
+        return [member._replace(shard=before[member.param].shard) for member in members]
     if not needs_ranks(members, options):
         return members
     from ..ranks import distributed

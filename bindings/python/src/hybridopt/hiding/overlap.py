@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import types
@@ -131,10 +130,7 @@ class Overlap:
     def ordered(self, members: list[Member]) -> list[Member]:
         """The members with the order in which forward passes use their params."""
         order, last = self._order, len(self._order)
-        return [
-            dataclasses.replace(member, chunk_order=order.get(member.param, last))
-            for member in members
-        ]
+        return [member._replace(chunk_order=order.get(member.param, last)) for member in members]
 
     def attach(self, engine: Engine) -> None:
         """Hooks modules that have no hooks yet, and the params of the engine."""

@@ -12,7 +12,6 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -159,7 +158,7 @@ class HybridDeviceOptimizer(OffloadOptimizer):
     def _new_engine(self, members: list[Member], wanted: Wanted) -> Engine:
         """This package puts the first params on the device, but users of the flag expect the first ones on the host."""
         if self._has_wide_gradients:
-            members = [replace(member, wide_gradient=True) for member in members]
+            members = [member._replace(wide_gradient=True) for member in members]
         engine = super()._new_engine(members[::-1], wanted)
         engine.shown.shows_all_masters = self._shows_all_masters
         return engine

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from .sharding import TensorShard
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """A param of the torch optimizer that the library updates."""
 
     param: Tensor
@@ -53,8 +51,8 @@ def check_lists(index: int, group: dict[str, Any]) -> None:
         )
 
 
-def check_params(index: int, group: dict[str, Any]) -> None:
-    """Checks params that were put into a group later, as torch checks the params of a new group."""
+def checked(index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """As named(). It checks params that were put into the group later, as torch checks the params of a new group."""
     for place, (name, param) in enumerate(named(index, group)):
         if not isinstance(param, Tensor):
             what = f"is {shown(param)}, expected a parameter; its name belongs into the group's 'param_names'"
@@ -66,6 +64,7 @@ def check_params(index: int, group: dict[str, Any]) -> None:
                 f"parameter {name!r} of param group {index} is the result of an operation, for which autograd keeps no "
                 "gradient; expected a parameter"
             )
+        yield name, param
 
 
 def has_gradient(param: Tensor) -> bool:
@@ -87,16 +86,17 @@ def check_dtype(name: str, param: Tensor) -> None:
 
 def refuse_twice(index: int, group: dict[str, Any]) -> None:
     """Raises if a group has a param more than once."""
-    seen: dict[Tensor, tuple[int, str]] = {}
+    seen: dict[int, tuple[int, str]] = {}
     for name, param in named(index, group):
         _note_once(seen, param, name, index)
 
 
-def _note_once(seen: dict[Tensor, tuple[int, str]], param: Tensor, name: str, index: int) -> None:
-    if param not in seen:
-        seen[param] = index, name
+def _note_once(seen: dict[int, tuple[int, str]], param: Tensor, name: str, index: int) -> None:
+    """`seen` has the group and name of each param by its id, which is found in less time than the param."""
+    if id(param) not in seen:
+        seen[id(param)] = index, name
         return
-    group_before, name_before = seen[param]
+    group_before, name_before = seen[id(param)]
     before = "" if name_before == name else f", before as {name_before!r}"
     where = f"twice in param group {index}" if group_before == index else f"in param groups {group_before} and {index}"
     raise ValueError(
@@ -110,10 +110,9 @@ def members_of(param_groups: list[dict[str, Any]], known: Mapping[Tensor, bool])
     members: list[Member] = []
     names: set[str] = set()
     renamed: list[str] = []
-    seen: dict[Tensor, tuple[int, str]] = {}
+    seen: dict[int, tuple[int, str]] = {}
     for index, group in enumerate(param_groups):
-        check_params(index, group)
-        for name, param in named(index, group):
+        for name, param in checked(index, group):
             wide_gradient = known.get(param)
             if wide_gradient is None and not takes_part(param):
                 continue

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import abi
 from ..traps.offloaded import is_offloaded
-from .members import Member, check_params, named, takes_part
+from .members import Member, checked, takes_part
 from .moments import COUNTED, moments_of
 from .strides import is_dense, is_same_order
 from .tensors import DTYPES, arranged, gradient_dtype, gradient_of, local, local_gradient
@@ -302,8 +302,7 @@ class Registered:
         left_out: list[Tensor] = []
         known: set[int] = set()
         for index, group in enumerate(param_groups):
-            check_params(index, group)
-            for name, param in named(index, group):
+            for name, param in checked(index, group):
                 slot = self.slot_of.get(param)
                 if slot is None:
                     if takes_part(param):

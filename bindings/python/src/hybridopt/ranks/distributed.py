@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch.distributed as dist
@@ -79,4 +78,4 @@ def with_shards(
         params = {member.name: member.param for member in members}
         with comm.exchanging():
             shards, comm.no_saving = mark_replicas(shards, params, comm.group, replica_group)
-    return [dataclasses.replace(member, shard=shards[member.name]) for member in members]
+    return [member._replace(shard=shards[member.name]) for member in members]

@@ -41,12 +41,12 @@ def check_group(index: int, group: dict[str, Any], algorithm: int, options: Offl
     hyperparameters_of(algorithm, index, group)
     check_matrices(algorithm, index, group)
     refuse_gathered(named(index, group))
+    refusing = [option for option in REFUSING_FSDP1 if options.get(option) is not None]
     for name, param in named(index, group):
         if param.requires_grad:
             check_dtype(name, param)
-        for option in REFUSING_FSDP1:
-            if options.get(option) is not None:
-                refuse_fsdp1(name, param, option)
+        for option in refusing:
+            refuse_fsdp1(name, param, option)
 
 
 def refuse_fsdp1_in(param_groups: list[dict[str, Any]], what: str) -> None:
