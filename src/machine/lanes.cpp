@@ -68,7 +68,7 @@ uint64_t Lanes::PinnedBytes(const LaneSizes& sizes) {
 uint64_t Lanes::DeviceScratchBytes(const LaneSizes& sizes) {
   // Rounded to whole units of device memory, so that the plan has the same bytes as the device
   // reports.
-  return RingOffset(sizes) + sizes.stream_ring_bytes();
+  return RingOffset(sizes) + sizes.stream_ring_bytes;
 }
 
 // ----------------------------------------------------------------------------- ring and scratch --
@@ -129,7 +129,7 @@ Result<LaneScratch> LaneScratch::Take(Context& context, const LaneSizes& sizes) 
   scratch.device_grad_elements_ = sizes.device_grad_elements;
   scratch.matrix_offset_ = MatrixOffset(sizes);
   scratch.ring_offset_ = RingOffset(sizes);
-  scratch.slot_bytes_ = sizes.stream_slot_bytes;
+  scratch.ring_bytes_ = sizes.stream_ring_bytes;
   HYBRIDOPT_TRY(scratch.MakeEvents(sizes.stream_slots));
   return scratch;
 }

@@ -26,13 +26,13 @@ struct TimedEvent {
   EventHandle end = nullptr;
 };
 
-// Default slots of the device's ring: one is copied up, one is updated, one is copied down. More
-// slots would keep more state under way on the link, and the gradients that the CPU workers need
-// would wait for that state: a fourth slot makes a step up to 7 % slower if the CPU and the device
-// both update.
-inline constexpr uint32_t kDefaultStreamSlots = 3;
-// With fewer slots the copies of the ring would wait for each other.
-inline constexpr uint32_t kMinStreamSlots = 2;
+// Default size of the device's ring, in chunks of the largest size: one is copied up, one is
+// updated, one is copied down. More would keep more state under way on the link, and the gradients
+// that the CPU workers need would wait for that state: a fourth chunk makes a step up to 7 % slower
+// if the CPU and the device both update.
+inline constexpr uint32_t kDefaultStreamChunks = 3;
+// With fewer chunks the copies of the ring would wait for each other.
+inline constexpr uint32_t kMinStreamChunks = 2;
 inline constexpr uint32_t kMaxStreamSlots = 64;
 
 // The sizes from which the lanes of an optimizer are made.
@@ -45,13 +45,13 @@ struct LaneSizes {
   uint64_t device_grad_elements = 0;  // room in fp32 for gradients that a step copies up
   uint64_t matrix_bytes = 0;          // workspace of each stream that updates matrices
   bool streams_state = false;         // state may go through the device's ring, now or later
-  uint32_t stream_slots = 0;          // 0: no ring on the device
-  uint64_t stream_slot_bytes = 0;
+  uint32_t stream_slots = 0;          // most chunks in the device's ring; 0: no ring
+  uint64_t stream_ring_bytes = 0;
 
-  uint64_t stream_ring_bytes() const { return stream_slots * stream_slot_bytes; }
+  void DropStreamRing() { stream_slots = 0, stream_ring_bytes = 0; }
 };
 
-// The events of a slot of the device's ring.
+// The events of a chunk in the device's ring.
 struct StreamSlot {
   TimedEvent up;       // the state has been copied up
   TimedEvent updated;  // the state has been updated
@@ -87,7 +87,7 @@ class LaneRing {
 // that the host holds and a step copies up, and the ring through which state streams.
 //
 //   | verdict | block sums | changes | gradients copied up | matrices: compute stream, ring's
-//   stream | slot 0 of the ring | slot 1 | ...
+//   stream | ring |
 class LaneScratch {
  public:
   LaneScratch() = default;
@@ -100,16 +100,15 @@ class LaneScratch {
     std::swap(device_grad_elements_, other.device_grad_elements_);
     std::swap(ring_offset_, other.ring_offset_);
     std::swap(matrix_offset_, other.matrix_offset_);
-    std::swap(slot_bytes_, other.slot_bytes_);
+    std::swap(ring_bytes_, other.ring_bytes_);
     std::swap(slots_, other.slots_);
     return *this;
   }
   uint64_t device_grad_elements() const { return device_grad_elements_; }
-  uint64_t slot_bytes() const { return slot_bytes_; }
   std::byte* data() const { return static_cast<std::byte*>(data_); }
   std::span<const StreamSlot> slots() const { return slots_; }
   std::byte* matrix_data() const { return data() + matrix_offset_; }
-  std::byte* slot_data(uint32_t slot) const { return data() + ring_offset_ + slot * slot_bytes_; }
+  std::span<std::byte> ring() const { return {data() + ring_offset_, ring_bytes_}; }
 
  private:
   Status MakeEvents(uint32_t slots);
@@ -119,7 +118,7 @@ class LaneScratch {
   uint64_t device_grad_elements_ = 0;
   uint64_t matrix_offset_ = 0;
   uint64_t ring_offset_ = 0;
-  uint64_t slot_bytes_ = 0;
+  uint64_t ring_bytes_ = 0;
   std::vector<StreamSlot> slots_;
 };
 
@@ -144,8 +143,7 @@ class Lanes {
   uint64_t device_grad_elements() const { return scratch_.device_grad_elements(); }
   // The device's ring.
   std::span<const StreamSlot> stream_slots() const { return scratch_.slots(); }
-  std::byte* stream_slot_data(uint32_t slot) const { return scratch_.slot_data(slot); }
-  uint64_t stream_slot_bytes() const { return scratch_.slot_bytes(); }
+  std::span<std::byte> stream_ring() const { return scratch_.ring(); }
 
   // The events that are recorded after the work of the caller for which a request waits.
   std::span<const EventHandle> ReadyEvents(uint32_t slot) const {

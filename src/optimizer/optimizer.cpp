@@ -159,7 +159,7 @@ Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
 bool Optimizer::LeavesRoom(const StateShape& shape, const offload_plan_t& plan) const {
   if (!shape.options.cpu_updates || options_.stream_ring_bytes != 0) return true;
   const uint64_t held_bytes =
-      committed_ != nullptr ? committed_->decided.lanes.stream_ring_bytes() : 0;
+      committed_ != nullptr ? committed_->decided.lanes.stream_ring_bytes : 0;
   return plan.device_ring_bytes <= std::max(held_bytes, plan.device_free_bytes / 8);
 }
 
@@ -169,7 +169,7 @@ Result<offload_plan_t> Optimizer::FitRing(const StateShape& shape, Arrangement& 
   HYBRIDOPT_ASSIGN(const offload_plan_t plan, PlanOf(*context_, table_, shape, arrangement));
   if (!LeavesRoom(shape, plan)) {
     arrangement.lacks_room = true;
-    arrangement.lanes.stream_slots = 0;
+    arrangement.lanes.DropStreamRing();
     return PlanOf(*context_, table_, shape, arrangement);
   }
   const uint64_t others_bytes = committed_ != nullptr ? 0 : PinnedBytesOf(plan);
@@ -179,7 +179,7 @@ Result<offload_plan_t> Optimizer::FitRing(const StateShape& shape, Arrangement& 
   if (plan.pinned_state_bytes <= left_bytes || plan.pinned_state_bytes - left_bytes <= held_bytes)
     return plan;
   arrangement.unpinned_bytes = plan.pinned_state_bytes;
-  arrangement.lanes.stream_slots = 0;
+  arrangement.lanes.DropStreamRing();
   return PlanOf(*context_, table_, shape, arrangement);
 }
 
@@ -187,7 +187,7 @@ Result<offload_plan_t> Optimizer::FitRing(const StateShape& shape, Arrangement& 
 Status Optimizer::CheckStateMayStream(const StateShape& shape,
                                       const Arrangement& arrangement) const {
   const ChunkTable& chunks = arrangement.chunks;
-  const uint64_t least = std::min<uint64_t>(kMinStreamSlots, chunks.chunks.size());
+  const uint64_t least = std::min<uint64_t>(kMinStreamChunks, chunks.chunks.size());
   if (!shape.options.streams_state || arrangement.lacks_room) return {};
   if (arrangement.unpinned_bytes > 0 && shape.options.cpu_updates) return {};
   const StreamedOnly streamed = StreamedOnlyOf(options_);
@@ -204,8 +204,8 @@ Status Optimizer::CheckStateMayStream(const StateShape& shape,
                        "chunks (0 = that of %u); raise it, make chunk_elements smaller, or use "
                        "OFFLOAD_EXECUTORS_CPU",
                        static_cast<unsigned long long>(options_.stream_ring_bytes),
-                       static_cast<unsigned long long>(least * chunks.stream_slot_bytes()),
-                       kDefaultStreamSlots);
+                       static_cast<unsigned long long>(least * chunks.stream_bytes_most()),
+                       kDefaultStreamChunks);
 }
 
 // Whether CPU workers may update the host share, whose state is not pinned.
@@ -229,7 +229,7 @@ Status Optimizer::PinStates(Committed& committed) {
   const Status status = committed.PinForStreams();
   if (status.ok() || !IsUnpinnable(status)) return status;
   HYBRIDOPT_TRY(CheckCpuUpdates(committed.shape, status));
-  committed.decided.lanes.stream_slots = 0;
+  committed.decided.lanes.DropStreamRing();
   HYBRIDOPT_ASSIGN(LaneScratch scratch, LaneScratch::Take(*context_, committed.decided.lanes));
   committed.lanes->UseScratch(scratch);
   return {};

@@ -16,7 +16,7 @@ bool SameRing(const LaneSizes& a, const LaneSizes& b) {
 
 bool SameScratch(const LaneSizes& a, const LaneSizes& b) {
   return a.device_grad_elements == b.device_grad_elements && a.stream_slots == b.stream_slots &&
-         a.stream_slot_bytes == b.stream_slot_bytes;
+         a.stream_ring_bytes == b.stream_ring_bytes;
 }
 
 uint64_t Growth(uint64_t from, uint64_t to) { return to > from ? to - from : 0; }

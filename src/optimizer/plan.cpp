@@ -12,13 +12,19 @@ namespace hybridopt {
 
 namespace {
 
-uint32_t StreamSlots(const StateShape& shape, const ChunkTable& chunks) {
-  if (!shape.options.streams_state || chunks.chunks.empty()) return 0;
+// Sets the sizes of the device's ring. If CPU workers update chunks too, the ring never has more
+// chunks than it has room for of the largest size: they would be taken away from the workers.
+void SizeStreamRing(const StateShape& shape, const ChunkTable& chunks, LaneSizes& sizes) {
+  if (!shape.options.streams_state || chunks.chunks.empty()) return;
   const uint64_t most = std::min<uint64_t>(kMaxStreamSlots, chunks.chunks.size());
-  if (shape.options.stream_ring_bytes == 0) return std::min<uint64_t>(kDefaultStreamSlots, most);
-  // SGD without momentum may keep no state; then a slot has 0 bytes.
-  const uint64_t slot_bytes = std::max<uint64_t>(chunks.stream_slot_bytes(), 1);
-  return static_cast<uint32_t>(std::min(shape.options.stream_ring_bytes / slot_bytes, most));
+  // SGD without momentum may keep no state; then a chunk has 0 bytes.
+  const uint64_t chunk_bytes = std::max<uint64_t>(chunks.stream_bytes_most(), 1);
+  const uint64_t asked_bytes = shape.options.stream_ring_bytes;
+  const uint64_t large =
+      std::min(asked_bytes == 0 ? kDefaultStreamChunks : asked_bytes / chunk_bytes, most);
+  sizes.stream_ring_bytes = large * chunks.stream_bytes_most();
+  const bool takes_more = !SharesChunks(shape) && large >= kMinStreamChunks;
+  sizes.stream_slots = static_cast<uint32_t>(takes_more ? most : large);
 }
 
 }  // namespace
@@ -43,8 +49,7 @@ LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
   }
   sizes.matrix_bytes = shape.device_matrix_bytes;
   sizes.streams_state = shape.options.streams_state;
-  sizes.stream_slots = StreamSlots(shape, chunks);
-  sizes.stream_slot_bytes = chunks.stream_slot_bytes();
+  SizeStreamRing(shape, chunks, sizes);
   if (HostMayHoldGrads(shape))
     sizes.device_grad_elements =
         std::min(std::max(shape.options.chunk_elements, shape.largest_unit),
@@ -139,7 +144,7 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   if (device.unified()) return plan;
   plan.device_scratch_bytes = Lanes::DeviceScratchBytes(arrangement.lanes);
   plan.device_change_bytes = shape.change_words * sizeof(uint64_t);
-  plan.device_ring_bytes = arrangement.lanes.stream_ring_bytes();
+  plan.device_ring_bytes = arrangement.lanes.stream_ring_bytes;
   if (arrangement.lanes.stream_slots > 0)
     plan.pinned_state_bytes = StateMemory::PinnedBytes(shape, residence);
   plan.device_bytes = state_bytes[Tier::kDevice] + plan.device_scratch_bytes;

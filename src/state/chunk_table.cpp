@@ -24,7 +24,10 @@ class ChunkCutter {
  public:
   // `elements` is the sum over all params that will be added.
   ChunkCutter(const StateShape& shape, uint64_t elements, ChunkTable& table)
-      : shape_(shape), rest_(elements), table_(table) {}
+      : shape_(shape),
+        rest_(elements),
+        holds_grads_(HostMayHoldGrads(shape) && !shape.options.unified),
+        table_(table) {}
 
   void Add(uint32_t id, const Param& param, Tier tier, const ElementRange& range) {
     const Unit& unit = shape_.params[id].unit;
@@ -56,6 +59,9 @@ class ChunkCutter {
       table_.params_up_bytes += taken * DtypeBytes(param.dtype);
       chunk().fragment_count += 1;
       chunk().element_count += taken;
+      if (holds_grads_)
+        chunk().held_grads_bytes =
+            system::RoundUp(chunk().element_count * sizeof(float), kArrayAlignmentBytes);
       begin = end;
     }
     table_.last_chunk_end[id] = static_cast<uint32_t>(table_.chunks.size());
@@ -65,14 +71,14 @@ class ChunkCutter {
   Chunk& chunk() { return table_.chunks.back(); }
   void Open() {
     chunk_elements_ = ChunkElements(shape_, rest_);
-    table_.chunks.push_back({static_cast<uint32_t>(table_.fragments.size()), 0, 0});
+    table_.chunks.push_back({static_cast<uint32_t>(table_.fragments.size()), 0, 0, {}, 0});
     grad_bytes_ = 0;
     param_bytes_ = 0;
     state_end_ = {};
     host_end_ = {};
   }
 
-  // Places a fragment's arrays in a slot of the device's ring. An array keeps the alignment that it
+  // Places a fragment's arrays in the areas of the chunk in the device's ring. An array keeps the alignment that it
   // has on the host. If on the host only padding lies between this array and the one before it, the
   // array keeps that distance too, so that one copy moves both.
   void PlaceInRing(Fragment& fragment) {
@@ -90,14 +96,14 @@ class ChunkCutter {
       fragment.state_offset[slot] = offset;
       state_end_[slot] = offset + bytes;
       host_end_[slot] = host + bytes;
-      table_.state_area_bytes[slot] = std::max(
-          table_.state_area_bytes[slot], system::RoundUp(state_end_[slot], kArrayAlignmentBytes));
+      chunk().state_area_bytes[slot] = system::RoundUp(state_end_[slot], kArrayAlignmentBytes);
     }
   }
 
   const StateShape& shape_;
   uint64_t chunk_elements_ = 0;  // of the open chunk
   uint64_t rest_;                // elements that are in no chunk yet
+  const bool holds_grads_;
   ChunkTable& table_;
   uint64_t grad_bytes_ = 0;  // of the open chunk so far
   uint64_t param_bytes_ = 0;
@@ -128,11 +134,6 @@ ChunkTable CutChunks(const ParamTable& table, const StateShape& shape, const Res
   if (shape.options.unified)  // no chunk is staged or copied
     chunks.slot_grad_bytes = chunks.slot_param_bytes = chunks.grads_down_bytes =
         chunks.params_up_bytes = 0;
-  if (HostMayHoldGrads(shape) && !chunks.chunks.empty() && !shape.options.unified) {
-    uint64_t most = 0;
-    for (const Chunk& chunk : chunks.chunks) most = std::max(most, chunk.element_count);
-    chunks.held_grads_bytes = system::RoundUp(most * sizeof(float), kArrayAlignmentBytes);
-  }
   return chunks;
 }
 

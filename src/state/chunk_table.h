@@ -13,11 +13,11 @@
 // chunks become smaller and smaller, so that the side that finishes first waits only a short time
 // for the other.
 //
-// A slot of the device's ring holds the state of a chunk, one area for each array. Fragments whose
-// state is contiguous on the host, except for padding, are contiguous in the area too, so that one
-// copy moves them all:
+// The device's ring holds the state of some chunks, with one area for each array of a chunk.
+// Fragments whose state is contiguous on the host, except for padding, are contiguous in the area
+// too, so that one copy moves them all:
 //
-//   slot   | masters: f0 | f1 | first moments: f0 | f1 | second ones: f0 | f1 | held gradients |
+//   chunk  | masters: f0 | f1 | first moments: f0 | f1 | second ones: f0 | f1 | held gradients |
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ struct Fragment {
   uint64_t first_element;                          // counted in the chunk
   uint64_t grad_offset;                            // bytes into the slot's grads half
   uint64_t param_offset;                           // bytes into the slot's params half
-  std::array<uint64_t, kStateSlots> state_offset;  // bytes into each area of the device ring's slot
+  std::array<uint64_t, kStateSlots> state_offset;  // bytes into each area in the device's ring
   Unit unit;                                       // counted from the fragment's begin
 };
 
@@ -49,6 +49,14 @@ struct Chunk {
   uint32_t first_fragment;
   uint32_t fragment_count;
   uint64_t element_count;
+  std::array<uint64_t, kStateSlots> state_area_bytes;  // in the device's ring
+  uint64_t held_grads_bytes;                           // there: gradients that the host holds
+
+  // The byte at which an area begins. `slot` kStateSlots is the area of the gradients.
+  uint64_t StateArea(uint32_t slot) const {
+    return std::accumulate(state_area_bytes.begin(), state_area_bytes.begin() + slot, uint64_t{0});
+  }
+  uint64_t stream_bytes() const { return StateArea(kStateSlots) + held_grads_bytes; }
 };
 
 struct ChunkTable {
@@ -59,15 +67,13 @@ struct ChunkTable {
   uint64_t slot_param_bytes = 0;
   uint64_t grads_down_bytes = 0;
   uint64_t params_up_bytes = 0;
-  std::array<uint64_t, kStateSlots> state_area_bytes{};  // of a slot of the device's ring
-  uint64_t held_grads_bytes = 0;  // bytes of such a slot for gradients that the host holds
 
-  // The byte of a slot of the device's ring at which an area begins. `slot` kStateSlots is the area
-  // of the gradients.
-  uint64_t StateArea(uint32_t slot) const {
-    return std::accumulate(state_area_bytes.begin(), state_area_bytes.begin() + slot, uint64_t{0});
+  // The bytes in the device's ring of the chunk that needs most.
+  uint64_t stream_bytes_most() const {
+    uint64_t most = 0;
+    for (const Chunk& chunk : chunks) most = std::max(most, chunk.stream_bytes());
+    return most;
   }
-  uint64_t stream_slot_bytes() const { return StateArea(kStateSlots) + held_grads_bytes; }
 
   std::span<const Fragment> FragmentsOf(const Chunk& chunk) const {
     return std::span(fragments).subspan(chunk.first_fragment, chunk.fragment_count);

@@ -252,7 +252,7 @@ TEST(Executors, TheDeviceDoesWhatHeldUpWorkersLeave) {
 
 TEST(Executors, WorkersDoWhatAHeldUpDeviceLeaves) {
   const Solved solved(MakeProblem(OFFLOAD_ADAMW, {}, 1));
-  constexpr uint32_t kHeld = kDefaultStreamSlots;
+  constexpr uint32_t kHeld = kDefaultStreamChunks;
   const offload_step_result_t result = StepHolding(solved, "state down", "params uploaded", kHeld);
   EXPECT_EQ(result.streamed_elements, kHeld * kChunkElements);
   EXPECT_EQ(result.cpu_elements, Elements(solved.problem) - kHeld * kChunkElements);

@@ -102,7 +102,7 @@ std::string TrainWithOneHeldUp(size_t process, const Meeting& meeting) {
   const Solved solved = SolvedProblem();
   const bool workers = process == 0;
   const uint32_t held_chunks =
-      workers ? 2 : kDefaultStreamSlots;  // those in the ring of the one held up
+      workers ? 2 : kDefaultStreamChunks;  // those in the ring of the one held up
   LifecycleSetting setting = SettingOf(process);
   HoldingDevice* holding = nullptr;
   setting.WrapIn(&holding, workers ? "gradients landed" : "state down",

@@ -80,6 +80,11 @@ class ChunkQueue {
   // Takes the next chunk; the caller must then update it. Returns none if all chunks have been
   // taken, or after Stop.
   std::optional<uint32_t> Take(Executor executor) {
+    return TakeIf(executor, [](uint32_t) { return true; });
+  }
+  // The same, but leaves a chunk for which fits(chunk) is false.
+  template <typename Fits>
+  std::optional<uint32_t> TakeIf(Executor executor, Fits&& fits) {
     std::lock_guard lock(mutex_);
     if (stopped_) return std::nullopt;
     const auto is_free = [&](uint32_t chunk) { return !chunks_[chunk].taken_by.has_value(); };
@@ -89,7 +94,7 @@ class ChunkQueue {
       preferred += 1;
     while (first_free_ < chunks_.size() && !is_free(first_free_)) first_free_ += 1;
     const uint32_t chunk = preferred < chunks_.size() ? preferred : first_free_;
-    if (chunk == chunks_.size()) return std::nullopt;
+    if (chunk == chunks_.size() || !fits(chunk)) return std::nullopt;
     chunks_[chunk].taken_by = executor;
     return chunk;
   }

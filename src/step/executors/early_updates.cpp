@@ -146,23 +146,13 @@ Status EarlyUpdates::Accept(uint32_t chunk, const Capture* capture) {
 // Each area starts at an aligned address, so its arrays are aligned as they are on the host.
 uint64_t EarlyUpdates::Place(uint32_t chunk, Early* early) const {
   early->chunk = chunk;
-  std::array<uint64_t, kStateSlots> area_bytes{};
-  uint64_t param_bytes = 0;
-  for (const Fragment& fragment : plan_.fragments(chunk)) {
-    const ParamShape& shaped = shape_.params[fragment.param];
-    for (uint32_t index = 0; index < kStateSlots; ++index)
-      if (shaped.Keeps(fragment.tier, StateSlot{index}))
-        area_bytes[index] = std::max(
-            area_bytes[index], fragment.state_offset[index] +
-                                   shaped.Bytes(StateSlot{index}, fragment.begin, fragment.count));
-    param_bytes =
-        fragment.param_offset + fragment.count * DtypeBytes(table_.param(fragment.param).dtype);
-  }
-  uint64_t offset = used_bytes_;
-  for (uint32_t index = 0; index < kStateSlots; ++index) {
-    early->old[index] = room_.data() + offset;
-    offset += system::RoundUp(area_bytes[index], kArrayAlignmentBytes);
-  }
+  const Fragment& last = plan_.fragments(chunk).back();
+  const uint64_t param_bytes =
+      last.param_offset + last.count * DtypeBytes(table_.param(last.param).dtype);
+  const Chunk& areas = plan_.chunks().chunks[chunk];
+  for (uint32_t index = 0; index < kStateSlots; ++index)
+    early->old[index] = room_.data() + used_bytes_ + areas.StateArea(index);
+  const uint64_t offset = used_bytes_ + areas.StateArea(kStateSlots);
   early->params = room_.data() + offset;
   return offset + system::RoundUp(param_bytes, kArrayAlignmentBytes) - used_bytes_;
 }

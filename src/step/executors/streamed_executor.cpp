@@ -35,6 +35,7 @@ StreamedExecutor::StreamedExecutor(SideThreads& side_threads, const ParamTable& 
       aside_(aside),
       changes_(changes) {
   chunks_.reserve(kMaxStreamSlots);
+  positions_.reserve(kMaxStreamSlots);
   queued_up_.reserve(kMaxStreamSlots);
   updates_.reserve(StreamedUpdatesMost(shape));
 }
@@ -59,18 +60,27 @@ Status StreamedExecutor::Start() {
 void StreamedExecutor::Reset() {
   taken_ = copied_ahead_ = finished_ = 0;
   chunks_.resize(memory_.pinned() ? lanes_.stream_slots().size() : 0);
+  positions_.resize(chunks_.size());
   queued_up_.resize(chunks_.size());
+  room_ = RingRoom(lanes_.stream_ring().size());
   updates_.clear();
   done_ = {};
 }
 
-bool StreamedExecutor::TakeAhead() { return taken_ < chunks_.size() && Take(); }
+bool StreamedExecutor::TakeAhead() { return MayTake() && Take(); }
 
-// Takes a chunk from the queue into the slot of the chunk's number; the slot must be free.
+// Takes the next chunk from the queue if the ring has room for it.
 bool StreamedExecutor::Take() {
-  const std::optional<uint32_t> chunk = queue_.Take(Executor::kStreamed);
-  if (chunk.has_value()) chunks_[SlotOf(taken_++)] = *chunk;
-  return chunk.has_value();
+  std::optional<uint64_t> position;
+  const std::optional<uint32_t> chunk = queue_.TakeIf(Executor::kStreamed, [&](uint32_t next) {
+    position = room_.Take(plan_.chunks().chunks[next].stream_bytes());
+    return position.has_value();
+  });
+  if (!chunk.has_value()) return false;
+  chunks_[SlotOf(taken_)] = *chunk;
+  positions_[SlotOf(taken_)] = *position;
+  taken_ += 1;
+  return true;
 }
 
 Status StreamedExecutor::CopyAhead() {
@@ -134,7 +144,8 @@ Status StreamedExecutor::UpdateChunks() {
     }
     HYBRIDOPT_TRY(Finish(finished_));
     finished_ += 1;
-    if (Take()) HYBRIDOPT_TRY(QueueUp(taken_ - 1));
+    room_.GiveBack(finished_ < taken_ ? std::optional(positions_[SlotOf(finished_)]) : std::nullopt);
+    while (MayTake() && Take()) HYBRIDOPT_TRY(QueueUp(taken_ - 1));
   }
   return {};
 }
@@ -161,7 +172,7 @@ Status StreamedExecutor::Finish(uint32_t number) {
 
 Status StreamedExecutor::QueueUp(uint32_t number) {
   const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
-  lanes_.link().GiveWay(lanes_.stream_slot_bytes());
+  lanes_.link().GiveWay(ChunkOf(number).stream_bytes());
   const uint32_t chunk = chunks_[SlotOf(number)];
   const ProfilerRange range("queue state up", chunk);
   TraceWork work(lanes_.trace(), TraceRow::kCopiesUp, lanes_.up, "state up", chunk);
@@ -177,7 +188,6 @@ Status StreamedExecutor::QueueUp(uint32_t number) {
 
 Status StreamedExecutor::QueueUpdate(uint32_t number) {
   const StreamSlot& slot = lanes_.stream_slots()[SlotOf(number)];
-  std::byte* const data = lanes_.stream_slot_data(SlotOf(number));
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.state_update, slot.up.end));
   TraceWork work(lanes_.trace(), TraceRow::kStateUpdate, lanes_.state_update, "update state",
                  chunks_[SlotOf(number)]);
@@ -186,8 +196,8 @@ Status StreamedExecutor::QueueUpdate(uint32_t number) {
     const size_t first = updates_.size();
     for (const Fragment& fragment : plan_.fragments(chunks_[SlotOf(number)]))
       if (plan_.param(fragment.param).active && plan_.param(fragment.param).rule == Rule{rule})
-        AddUpdates(shape_, shape_.params[fragment.param], fragment.begin, UpdateOf(fragment, data),
-                   updates_);
+        AddUpdates(shape_, shape_.params[fragment.param], fragment.begin,
+                   UpdateOf(fragment, ChunkOf(number), DataOf(number)), updates_);
     HYBRIDOPT_TRY(Launch(Rule{rule}, first));
   }
   work.End();
@@ -221,20 +231,22 @@ Status StreamedExecutor::Launch(Rule rule, size_t first) {
                              : device_.Update(lanes_.state_update, launch);
 }
 
-// The update reads and writes state in the slot; gradient and param are at the caller's addresses.
-DeviceUpdate StreamedExecutor::UpdateOf(const Fragment& fragment, std::byte* slot) const {
+// The update reads and writes state in the ring, where `data` is the chunk's; gradient and param
+// are at the caller's addresses.
+DeviceUpdate StreamedExecutor::UpdateOf(const Fragment& fragment, const Chunk& chunk,
+                                        std::byte* data) const {
   const uint32_t id = fragment.param;
   const StepParam& param = plan_.param(id);
   const ParamShape& shaped = shape_.params[id];
   const auto state = [&](StateSlot kind) -> std::byte* {
     if (!shaped.Keeps(fragment.tier, kind)) return nullptr;
-    return slot + plan_.chunks().StateArea(kind) + fragment.state_offset[kind];
+    return data + chunk.StateArea(kind) + fragment.state_offset[kind];
   };
   const uint64_t grad_begin = fragment.begin * DtypeBytes(param.grad_dtype);
   const uint64_t param_begin = fragment.begin * DtypeBytes(table_.param(id).dtype);
   DeviceUpdate update{};
   update.span.grad = param.host_grad != nullptr
-                         ? HeldGrad(fragment, slot)
+                         ? HeldGrad(fragment, chunk, data)
                          : static_cast<const std::byte*>(param.addresses.grad) + grad_begin;
   update.span.param = static_cast<std::byte*>(param.addresses.data) + param_begin;
   update.span.master = state(shaped.master_slot());
@@ -253,12 +265,11 @@ DeviceUpdate StreamedExecutor::UpdateOf(const Fragment& fragment, std::byte* slo
 
 // -------------------------------------------------------------------------------------- copies --
 
-// Fragments that are contiguous both on the host and in the slot are moved by one copy.
+// Fragments that are contiguous both on the host and in the ring are moved by one copy.
 Status StreamedExecutor::CopyStates(uint32_t number, Direction direction) {
-  std::byte* const slot = lanes_.stream_slot_data(SlotOf(number));
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot kind{index};
-    std::byte* const area = slot + plan_.chunks().StateArea(kind);
+    std::byte* const area = DataOf(number) + ChunkOf(number).StateArea(kind);
     std::byte* host = nullptr;
     uint64_t offset = 0, bytes = 0;
     for (const Fragment& fragment : plan_.fragments(chunks_[SlotOf(number)])) {
@@ -299,8 +310,9 @@ Status StreamedExecutor::Copy(Direction direction, std::byte* host, std::byte* d
 }
 
 // The area has 4 bytes for each element, enough for every dtype of gradients.
-std::byte* StreamedExecutor::HeldGrad(const Fragment& fragment, std::byte* slot) const {
-  return slot + plan_.chunks().StateArea(kStateSlots) + fragment.first_element * sizeof(float);
+std::byte* StreamedExecutor::HeldGrad(const Fragment& fragment, const Chunk& chunk,
+                                      std::byte* data) {
+  return data + chunk.StateArea(kStateSlots) + fragment.first_element * sizeof(float);
 }
 
 Status StreamedExecutor::CopyHeldGrads(uint32_t number, TraceWork* work) {
@@ -309,7 +321,7 @@ Status StreamedExecutor::CopyHeldGrads(uint32_t number, TraceWork* work) {
     if (!param.active || param.host_grad == nullptr) continue;
     const uint64_t element_bytes = DtypeBytes(param.grad_dtype);
     HYBRIDOPT_TRY(device_.CopyToDevice(
-        lanes_.up, HeldGrad(fragment, lanes_.stream_slot_data(SlotOf(number))),
+        lanes_.up, HeldGrad(fragment, ChunkOf(number), DataOf(number)),
         param.host_grad + fragment.begin * element_bytes, fragment.count * element_bytes));
     lanes_.link().QueuedUp(fragment.count * element_bytes);
     work->AddBytes(fragment.count * element_bytes);

@@ -1,8 +1,8 @@
 // StreamedExecutor: the device updates chunks whose state is on the host. Their gradients and
 // params are on the device already; their state is copied through a ring in device memory:
 //
-//   state up      | 0 | 1 | 2 | 3 |          masters and moments to a slot of the ring
-//   state update      | 0 | 1 | 2 | 3 |      in place: the slot, and the caller's params
+//   state up      | 0 | 1 | 2 | 3 |          masters and moments to the ring
+//   state update      | 0 | 1 | 2 | 3 |      in place: the ring, and the caller's params
 //   state down            | 0 | 1 | 2 | 3 |  back to where they came from
 //
 // The copies up and down use the same streams as all other copies (machine/lanes.h); updates have a
@@ -12,7 +12,7 @@
 // save still has to read a chunk, the chunk waits: neither its params nor its state are written
 // before.
 //
-// A side thread of the context takes chunks (chunk_queue.h) as slots become free. So the executor
+// A side thread of the context takes chunks (chunk_queue.h) as the ring gets room. So the executor
 // and the CPU workers do not wait for each other.
 #pragma once
 
@@ -26,6 +26,7 @@
 #include "step/executors/aside_copier.h"
 #include "step/executors/chunk_queue.h"
 #include "step/executors/chunk_update.h"
+#include "step/executors/ring_room.h"
 
 namespace hybridopt {
 
@@ -62,6 +63,7 @@ class StreamedExecutor final : private SideThreads::Work {
 
   void Do() override;
   Status UpdateChunks();
+  bool MayTake() const { return taken_ - finished_ < chunks_.size(); }
   bool Take();
   Status QueueUp(uint32_t number);
   Status QueueUpdate(uint32_t number);
@@ -71,11 +73,17 @@ class StreamedExecutor final : private SideThreads::Work {
   Status CopyStates(uint32_t number, Direction direction);
   Status Copy(Direction direction, std::byte* host, std::byte* device, uint64_t bytes);
   Status CopyHeldGrads(uint32_t number, TraceWork* work);
-  DeviceUpdate UpdateOf(const Fragment& fragment, std::byte* slot) const;
-  std::byte* HeldGrad(const Fragment& fragment, std::byte* slot) const;
+  DeviceUpdate UpdateOf(const Fragment& fragment, const Chunk& chunk, std::byte* data) const;
+  static std::byte* HeldGrad(const Fragment& fragment, const Chunk& chunk, std::byte* data);
 
   uint32_t SlotOf(uint32_t number) const {
     return number % static_cast<uint32_t>(lanes_.stream_slots().size());
+  }
+  const Chunk& ChunkOf(uint32_t number) const {
+    return plan_.chunks().chunks[chunks_[SlotOf(number)]];
+  }
+  std::byte* DataOf(uint32_t number) const {
+    return lanes_.stream_ring().data() + room_.OffsetOf(positions_[SlotOf(number)]);
   }
 
   SideThreads& side_threads_;
@@ -96,7 +104,9 @@ class StreamedExecutor final : private SideThreads::Work {
   // the slots in turn.
   const HostStep* step_ = nullptr;     // null: there is nothing to do
   std::vector<uint32_t> chunks_;       // per slot; the constructor reserves the capacity
+  std::vector<uint64_t> positions_;    // per slot: where the chunk is in the ring
   std::vector<uint64_t> queued_up_;    // per slot: the link's queued_up_bytes() after its copies
+  RingRoom room_;
   std::vector<DeviceUpdate> updates_;  // running launches read these while more are appended
   uint32_t taken_ = 0;
   uint32_t copied_ahead_ = 0;

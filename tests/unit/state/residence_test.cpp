@@ -584,7 +584,7 @@ TEST_F(ResidenceTest, StateInTheRingKeepsItsAlignmentAndItsDistanceToTheNext) {
           end = offset + bytes;
           host_end = host + bytes;
         }
-        EXPECT_LE(end, arranged.chunks.state_area_bytes[slot]);
+        EXPECT_LE(end, chunk.state_area_bytes[slot]);
       }
     }
   });
