@@ -408,7 +408,7 @@ typedef struct offload_optimizer_options {
   uint32_t reserved;       /* 0 */
   uint64_t rounding_seed;  /* of stochastic rounding: use the same on all ranks and after a load */
   uint64_t stream_ring_bytes;  /* device memory for the ring that state on the host goes through, at
-                                  least the state of 2 chunks; 0 = the state of 3 chunks */
+                                  least that of 2 chunks; 0 = of 3, without CPU threads 4 */
   int32_t host_executors;      /* enum offload_host_executors */
   uint32_t reserved1;          /* 0 */
   uint64_t early_update_bytes; /* host memory, pinned, for chunks that are updated before their step

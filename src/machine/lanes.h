@@ -29,8 +29,10 @@ struct TimedEvent {
 // Default size of the device's ring, in chunks of the largest size: one is copied up, one is
 // updated, one is copied down. More would keep more state under way on the link, and the gradients
 // that the CPU workers need would wait for that state: a fourth chunk makes a step up to 7 % slower
-// if the CPU and the device both update.
+// if the CPU and the device both update. If only the device updates, a fourth one keeps the copies
+// up under way while chunks of unequal sizes wait for each other.
 inline constexpr uint32_t kDefaultStreamChunks = 3;
+inline constexpr uint32_t kDefaultStreamChunksAlone = 4;
 // With fewer chunks the copies of the ring would wait for each other.
 inline constexpr uint32_t kMinStreamChunks = 2;
 inline constexpr uint32_t kMaxStreamSlots = 64;

@@ -205,7 +205,7 @@ Status Optimizer::CheckStateMayStream(const StateShape& shape,
                        "OFFLOAD_EXECUTORS_CPU",
                        static_cast<unsigned long long>(options_.stream_ring_bytes),
                        static_cast<unsigned long long>(least * chunks.stream_bytes_most()),
-                       kDefaultStreamChunks);
+                       DefaultStreamChunks(shape));
 }
 
 // Whether CPU workers may update the host share, whose state is not pinned.

@@ -22,6 +22,8 @@ struct Arrangement {
   uint64_t unpinned_bytes = 0;
 };
 
+// The default size of the device's ring, in chunks of the largest size.
+uint32_t DefaultStreamChunks(const StateShape& shape);
 // Computes the sizes from which the pipeline's lanes are made.
 LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
                       const ChunkTable& chunks);

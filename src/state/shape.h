@@ -51,7 +51,7 @@ struct ShapeOptions {
   bool stochastic = false;         // values are rounded at random where a format rounds
   bool cpu_updates = true;         // CPU workers take chunks
   bool streams_state = false;      // chunks may go through a ring on the device
-  uint64_t stream_ring_bytes = 0;  // of that ring; 0: kDefaultStreamChunks
+  uint64_t stream_ring_bytes = 0;  // of that ring; 0: DefaultStreamChunks
   uint64_t early_bytes = 0;        // pinned memory for chunks that are updated before their step
   bool tracks_changes = false;     // steps note which elements of params they change
   uint64_t save_buffer_bytes = 0;  // for state that a step puts aside while a save has to read it
