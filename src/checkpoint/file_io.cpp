@@ -32,22 +32,16 @@ class CallChecker {
   int idle_calls_ = 0;
 };
 
-// Closes a file at the end of a function, also if the function ends with an exception.
-class Closing {
- public:
-  Closing(Files& files, int file) : files_(files), file_(file) {}
-  ~Closing() {
-    if (file_ >= 0) (void)Close();
-  }
-  Closing(const Closing&) = delete;
-  Closing& operator=(const Closing&) = delete;
+Status SyncFile(Files& files, int file, const std::string& path) {
+  const int error = files.Sync(file);
+  return error == 0 ? Status() : IoError("sync", path, error);
+}
 
-  int Close() { return files_.Close(std::exchange(file_, -1)); }
-
- private:
-  Files& files_;
-  int file_;
-};
+Status CloseFile(Files& files, int file, const std::string& path) {
+  const int error = files.Close(file);
+  // After EINTR the file is closed too, and its data was synced before.
+  return error == 0 || error == -EINTR ? Status() : IoError("close", path, error);
+}
 
 uint64_t BytesMoved(int64_t result) { return result > 0 ? static_cast<uint64_t>(result) : 0; }
 
@@ -165,32 +159,52 @@ Status File::Truncate(uint64_t bytes) {
   return error == 0 ? Status() : IoError("cut the end off", path_, error);
 }
 
-Status File::Sync() {
-  const int error = files_->Sync(file_);
-  return error == 0 ? Status() : IoError("sync", path_, error);
+Status File::Sync() { return SyncFile(*files_, file_, path_); }
+
+Status File::Close() { return CloseFile(*files_, std::exchange(file_, -1), path_); }
+
+// --------------------------------------------------------------------------------------- texts --
+
+TextFile::~TextFile() {
+  if (file_ >= 0) (void)files_.Close(file_);
 }
 
-Status File::Close() {
-  const int error = files_->Close(std::exchange(file_, -1));
-  // After EINTR the file is closed too, and its data was synced before.
-  return error == 0 || error == -EINTR ? Status() : IoError("close", path_, error);
+Status TextFile::Create() {
+  file_ = Uninterrupted([&] { return files_.OpenFile(path_, Files::Open::kCreate); });
+  return file_ >= 0 ? Status() : IoError("create", path_, file_);
 }
 
-// ---------------------------------------------------------------------------------- small files --
-
-namespace {
-
-// Small files go through the page cache, because their sizes are not aligned.
-Status WriteAndSync(Files& files, int file, const std::string& path, const std::string& text) {
-  CallChecker checker("write", path);
+Status TextFile::Append(const std::string& text) {
+  CallChecker checker("write", path_);
   for (uint64_t done = 0; done < text.size();) {
-    const int64_t wrote = files.Write(file, text.data() + done, text.size() - done, done);
+    const int64_t wrote =
+        files_.Write(file_, text.data() + done, text.size() - done, written_ + done);
     HYBRIDOPT_TRY(checker.Check(wrote, BytesMoved(wrote)));
     done += BytesMoved(wrote);
   }
-  const int error = files.Sync(file);
-  return error == 0 ? Status() : IoError("sync", path, error);
+  written_ += text.size();
+  return {};
 }
+
+Status TextFile::Finish() {
+  HYBRIDOPT_TRY(SyncFile(files_, file_, path_));
+  return CloseFile(files_, std::exchange(file_, -1), path_);
+}
+
+namespace {
+
+// Closes a file at the end of a function, also if the function ends with an exception.
+class Closing {
+ public:
+  Closing(Files& files, int file) : files_(files), file_(file) {}
+  ~Closing() { (void)files_.Close(file_); }
+  Closing(const Closing&) = delete;
+  Closing& operator=(const Closing&) = delete;
+
+ private:
+  Files& files_;
+  const int file_;
+};
 
 Result<std::string> ReadAll(Files& files, int file, const std::string& path, uint64_t bytes_max) {
   const int64_t bytes = files.Size(file);
@@ -212,12 +226,10 @@ Result<std::string> ReadAll(Files& files, int file, const std::string& path, uin
 }  // namespace
 
 Status WriteSmallFile(Files& files, const std::string& path, const std::string& text) {
-  const int file = Uninterrupted([&] { return files.OpenFile(path, Files::Open::kCreate); });
-  if (file < 0) return IoError("create", path, file);
-  Closing closing(files, file);
-  HYBRIDOPT_TRY(WriteAndSync(files, file, path, text));
-  const int error = closing.Close();
-  return error == 0 || error == -EINTR ? Status() : IoError("close", path, error);
+  TextFile file(files, path);
+  HYBRIDOPT_TRY(file.Create());
+  HYBRIDOPT_TRY(file.Append(text));
+  return file.Finish();
 }
 
 Result<std::string> ReadSmallFile(Files& files, const std::string& path, uint64_t bytes_max) {

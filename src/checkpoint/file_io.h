@@ -1,6 +1,6 @@
 // One file of a checkpoint, written or read in large blocks that bypass the page cache if the file
-// system allows it, and small files. Short reads, short writes and interrupted calls are continued;
-// every other failure is IO_FAILED with the path and the system's error.
+// system allows it, and files of text. Short reads, short writes and interrupted calls are
+// continued; every other failure is IO_FAILED with the path and the system's error.
 #pragma once
 
 #include <atomic>
@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/files.h"
@@ -63,6 +64,25 @@ class File {
   std::string path_;
   int file_ = -1;
   std::atomic<bool> direct_ = false;
+};
+
+// A new file for text, written from its beginning to its end, through the page cache.
+class TextFile {
+ public:
+  TextFile(system::Files& files, std::string path) : files_(files), path_(std::move(path)) {}
+  ~TextFile();  // closes the file
+  TextFile(const TextFile&) = delete;
+  TextFile& operator=(const TextFile&) = delete;
+
+  Status Create();  // the path must not exist; the first call
+  Status Append(const std::string& text);
+  Status Finish();  // syncs and closes; the last call
+
+ private:
+  system::Files& files_;
+  const std::string path_;
+  int file_ = -1;
+  uint64_t written_ = 0;
 };
 
 // Writes, syncs and closes a whole small file.

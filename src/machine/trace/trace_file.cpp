@@ -1,12 +1,11 @@
 #include "machine/trace/trace_file.h"
 
-#include <cerrno>
 #include <cinttypes>
 #include <cstdarg>
 #include <cstdio>
 #include <set>
 
-#include "base/utf8.h"
+#include "checkpoint/file_io.h"
 #include "checkpoint/format/json.h"
 
 namespace hybridopt {
@@ -84,69 +83,20 @@ void AppendEvent(const TraceEvent& event, int64_t begin_ns, std::string* json) {
   *json += "}}";
 }
 
-// A new file that gets its name when it is complete.
-class NewFile {
+// Removes a file at the end of a function, also if the function ends with an exception.
+class Removing {
  public:
-  NewFile(system::Files& files, const std::string& path)
-      : files_(files), path_(path), partial_(path + "." + std::to_string(system::RandomBits())) {}
-  ~NewFile() {
-    if (file_ >= 0) (void)files_.Close(file_);
-    if (made_) (void)files_.Remove(partial_);
-  }
-  NewFile(const NewFile&) = delete;
-  NewFile& operator=(const NewFile&) = delete;
-
-  Status Open() {
-    file_ = files_.OpenFile(partial_, system::Files::Open::kCreate);
-    made_ = file_ >= 0;
-    return made_ ? Status() : Failure(file_);
-  }
-
-  Status Write(const std::string& text) {
-    for (size_t done = 0; done < text.size();) {
-      const int64_t wrote =
-          files_.Write(file_, text.data() + done, text.size() - done, written_ + done);
-      if (wrote == -EINTR) continue;
-      if (wrote <= 0) return Failure(wrote == 0 ? -EIO : wrote);
-      done += static_cast<size_t>(wrote);
-    }
-    written_ += text.size();
-    return {};
-  }
-
-  Status Finish() {
-    const int closed = files_.Close(std::exchange(file_, -1));
-    if (closed < 0) return Failure(closed);
-    const int renamed = files_.Rename(partial_, path_);
-    if (renamed < 0) return Failure(renamed);
-    made_ = false;
-    return {};
-  }
+  Removing(system::Files& files, const std::string& path) : files_(files), path_(path) {}
+  ~Removing() { (void)files_.Remove(path_); }
+  Removing(const Removing&) = delete;
+  Removing& operator=(const Removing&) = delete;
 
  private:
-  Status Failure(int64_t error) const {
-    return Status::Error(OFFLOAD_IO_FAILED,
-                         "path is '%.500s', and no trace could be written there: %s; the trace is "
-                         "kept, call offload_optimizer_trace_stop again with another path (NULL "
-                         "gives the trace up)",
-                         Printable(path_).c_str(),
-                         system::ErrorText(static_cast<int>(-error)).c_str());
-  }
-
   system::Files& files_;
-  const std::string path_;
-  const std::string partial_;
-  int file_ = -1;
-  bool made_ = false;
-  uint64_t written_ = 0;
+  const std::string& path_;
 };
 
-}  // namespace
-
-Status WriteTrace(system::Files& files, const std::string& path, const TraceRecord& record,
-                  const char* device) {
-  NewFile file(files, path);
-  HYBRIDOPT_TRY(file.Open());
+Status WriteEvents(checkpoint::TextFile& file, const TraceRecord& record, const char* device) {
   std::string json;
   AppendHead(record, device, &json);
   std::set<TraceRow> rows;
@@ -155,12 +105,37 @@ Status WriteTrace(system::Files& files, const std::string& path, const TraceReco
   for (const TraceEvent& event : record.events) {
     AppendEvent(event, record.begin_ns, &json);
     if (json.size() < kWriteBytes) continue;
-    HYBRIDOPT_TRY(file.Write(json));
+    HYBRIDOPT_TRY(file.Append(json));
     json.clear();
   }
   json += "\n]}\n";
-  HYBRIDOPT_TRY(file.Write(json));
+  HYBRIDOPT_TRY(file.Append(json));
   return file.Finish();
+}
+
+// The file gets its name when it is complete.
+Status WriteAndRename(system::Files& files, const std::string& path, const TraceRecord& record,
+                      const char* device) {
+  const std::string partial = path + "." + std::to_string(system::RandomBits());
+  checkpoint::TextFile file(files, partial);
+  HYBRIDOPT_TRY(file.Create());
+  const Removing removing(files, partial);  // after it was renamed, there is nothing to remove
+  HYBRIDOPT_TRY(WriteEvents(file, record, device));
+  const int error = checkpoint::Uninterrupted([&] { return files.Rename(partial, path); });
+  return error == 0 ? Status() : checkpoint::IoError("rename", partial, error);
+}
+
+}  // namespace
+
+Status WriteTrace(system::Files& files, const std::string& path, const TraceRecord& record,
+                  const char* device) {
+  const Status written = WriteAndRename(files, path, record, device);
+  if (written.ok()) return {};
+  return Status::Error(OFFLOAD_IO_FAILED,
+                       "path is '%.200s', and no trace could be written there; the trace is kept, "
+                       "call offload_optimizer_trace_stop again with another path (NULL gives the "
+                       "trace up): %s",
+                       path.c_str(), written.message().c_str());
 }
 
 }  // namespace hybridopt

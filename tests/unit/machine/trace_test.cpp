@@ -4,9 +4,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <fstream>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../../devices.h"
@@ -118,6 +121,80 @@ TEST(TraceTest, TheFileIsReplacedAsAWholeAndFailuresSayWhere) {
   std::vector<std::string> names;
   ASSERT_EQ(system::SystemFiles().List(directory / "", &names), 0);
   EXPECT_EQ(names, std::vector<std::string>{"trace.json"});  // no failure leaves anything behind
+}
+
+// Files whose calls give a result of their own, for a number of times, instead of or behind the
+// system's.
+class OddFiles : public system::Files {
+ public:
+  int interrupted_opens = 0;
+  int interrupted_writes = 0;
+  int interrupted_renames = 0;
+  int close_result = 0;
+  uint64_t write_most = UINT64_MAX;  // bytes of one call
+  int64_t room = INT64_MAX;          // on the disk
+
+  int OpenFile(const std::string& path, Open how) override {
+    return interrupted_opens-- > 0 ? -EINTR : Files::OpenFile(path, how);
+  }
+  int64_t Write(int file, const void* data, uint64_t bytes, uint64_t offset) override {
+    if (interrupted_writes-- > 0) return -EINTR;
+    if (room <= 0) return -ENOSPC;
+    const int64_t wrote = Files::Write(
+        file, data, std::min({bytes, write_most, static_cast<uint64_t>(room)}), offset);
+    room -= wrote;
+    return wrote;
+  }
+  int Close(int file) override {
+    const int closed = Files::Close(file);
+    return close_result != 0 ? close_result : closed;
+  }
+  int Rename(const std::string& from, const std::string& to) override {
+    return interrupted_renames-- > 0 ? -EINTR : Files::Rename(from, to);
+  }
+};
+
+// More than the writer collects for one call.
+TraceRecord LargeRecord() {
+  TraceRecord record;
+  for (int64_t i = 0; i < 20'000; ++i)
+    record.events.push_back({"update", i, i + 1, 0, 1, WorkerRow(0), 7});
+  return record;
+}
+
+TEST(TraceTest, SignalsAndShortWritesDoNotChangeTheFile) {
+  const TemporaryDirectory directory;
+  const std::string path = directory / "trace.json", odd_path = directory / "odd.json";
+  ASSERT_TRUE(WriteTrace(system::SystemFiles(), path, LargeRecord(), "sim").ok());
+  OddFiles odd;
+  odd.interrupted_opens = odd.interrupted_writes = odd.interrupted_renames = 3;
+  odd.write_most = 9973;
+  odd.close_result = -EINTR;
+  const Status status = WriteTrace(odd, odd_path, LargeRecord(), "sim");
+  ASSERT_TRUE(status.ok()) << status.message();
+  const std::string text = ContentOf(path);
+  ASSERT_GT(text.size(), size_t{1} << 20);
+  EXPECT_TRUE(ContentOf(odd_path) == text);
+}
+
+TEST(TraceTest, AFullDiskAndAFailedCloseLeaveTheOldFile) {
+  const TemporaryDirectory directory;
+  const std::string path = directory / "trace.json";
+  std::ofstream(path) << "old";
+  OddFiles full, failing;
+  full.room = int64_t{3} << 19;
+  failing.close_result = -EIO;
+  for (const auto& [files, what] :
+       {std::pair(&full, "No space left"), std::pair(&failing, "could not close")}) {
+    const Status status = WriteTrace(*files, path, LargeRecord(), "sim");
+    EXPECT_EQ(status.code(), OFFLOAD_IO_FAILED);
+    for (const char* part : {what, "the trace is kept", "another path"})
+      EXPECT_NE(status.message().find(part), std::string::npos) << status.message();
+    std::vector<std::string> names;
+    ASSERT_EQ(system::SystemFiles().List(directory / "", &names), 0);
+    EXPECT_EQ(names, std::vector<std::string>{"trace.json"});
+    EXPECT_TRUE(ContentOf(path) == "old");
+  }
 }
 
 }  // namespace
