@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "numbers.h"
-#include "offload.h"
+#include "offload_simple.h"
 #include "program.h"
 
 namespace {
@@ -32,39 +32,29 @@ class Job {
  public:
   Job() : weights_(kCount), grads_(kCount) {
     for (uint16_t& weight : weights_) weight = narrow(static_cast<float>(random_.normal()));
-    const auto context_options = sized<offload_context_options_t>();
-    MUST(offload_context_create(&context_options, &context_));
-    auto options = sized<offload_optimizer_options_t>();
+    auto options = offload_init<offload_optimizer_options_t>();
     options.algorithm = OFFLOAD_ADAMW;
-    MUST(offload_optimizer_create(context_, &options, &optimizer_));
-    auto group = sized<offload_group_t>();
+    auto group = offload_init<offload_group_t>();
     group.lr = 1e-2;
     group.beta1 = 0.9;
     group.beta2 = 0.99;
     group.eps = 1e-8;
-    uint32_t id;
-    MUST(offload_optimizer_add_group(optimizer_, &group, &id));
-    auto param = sized<offload_param_t>();
-    param.group = id;
+    auto param = offload_init<offload_param_t>();
     param.name = "weight";
     param.dtype = param.grad_dtype = OFFLOAD_BF16;
     param.data = weights_.data();
     param.grad = grads_.data();
     param.count = kCount;
-    MUST(offload_optimizer_add_params(optimizer_, &param, 1, nullptr));
-    MUST(offload_optimizer_commit(optimizer_, nullptr));
+    MUST(offload_create_all(nullptr, &options, &group, &param, 1, &context_, &optimizer_));
   }
-  ~Job() {
-    MUST(offload_optimizer_destroy(optimizer_));
-    MUST(offload_context_destroy(context_));
-  }
+  ~Job() { MUST(offload_destroy_all(context_, optimizer_)); }
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
   // Queued: training goes on while the files are written.
   void save(const std::string& directory, uint64_t step) {
     const std::string path = directory + "/step-" + std::to_string(step);
-    auto options = sized<offload_save_options_t>();
+    auto options = offload_init<offload_save_options_t>();
     options.path = path.c_str();
     MUST(offload_optimizer_save(optimizer_, &options, nullptr));
   }
@@ -74,9 +64,9 @@ class Job {
     char path[4096];
     if (offload_checkpoint_newest(directory.c_str(), nullptr, path, sizeof path) != OFFLOAD_OK)
       return 0;
-    auto info = sized<offload_checkpoint_info_t>();
+    auto info = offload_init<offload_checkpoint_info_t>();
     MUST(offload_checkpoint_inspect(path, &info, nullptr, nullptr));
-    auto options = sized<offload_load_options_t>();
+    auto options = offload_init<offload_load_options_t>();
     options.path = path;
     MUST(offload_optimizer_load(optimizer_, &options, nullptr));
     MUST(offload_optimizer_wait(optimizer_, 0, -1));

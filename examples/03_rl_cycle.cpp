@@ -25,7 +25,7 @@
 #include "03_rl_cycle/timeline.h"
 #include "device.h"
 #include "numbers.h"
-#include "offload.h"
+#include "offload_simple.h"
 #include "program.h"
 
 namespace {
@@ -55,7 +55,7 @@ struct Job {
 class Trainer {
  public:
   Trainer(bool gpu, uint64_t device_bytes) {
-    auto options = sized<offload_context_options_t>();
+    auto options = offload_init<offload_context_options_t>();
     options.device_kind = gpu ? OFFLOAD_DEVICE_CUDA : OFFLOAD_DEVICE_SIM;
     if (!gpu) options.sim_memory_bytes = device_bytes;
     MUST(offload_context_create(&options, &context_));
@@ -105,7 +105,7 @@ class Trainer {
   // Before the rollout. The calls queue copies; once the last ticket has completed, all three
   // resources are on the host and their device memory is free for others.
   void make_room() {
-    auto options = sized<offload_move_options_t>();  // all params
+    auto options = offload_init<offload_move_options_t>();  // all params
     options.streams = &stream_;
     options.stream_count = 1;
     offload_ticket_t ticket;
@@ -122,7 +122,7 @@ class Trainer {
     if (iteration % 2 == 0) MUST(allocate(kParamBytes, &params_));
     MUST(allocate(kParamBytes, &grads_));
     if (iteration % 2 == 1) MUST(allocate(kParamBytes, &params_));
-    std::vector<offload_binding_t> bindings(kLayers, sized<offload_binding_t>());
+    std::vector<offload_binding_t> bindings(kLayers, offload_init<offload_binding_t>());
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
       bindings[layer].param = layer;
       bindings[layer].data = params_.device + layer * kLayerCount;
@@ -161,9 +161,9 @@ class Trainer {
 
   Bytes bytes() const {
     Bytes bytes{};
-    bytes.library = sized<offload_stats_t>();
+    bytes.library = offload_init<offload_stats_t>();
     MUST(offload_optimizer_get_stats(optimizer_, &bytes.library));
-    auto info = sized<offload_context_info_t>();
+    auto info = offload_init<offload_context_info_t>();
     MUST(offload_context_get_info(context_, &info));
     const offload_stats_t& library = bytes.library;
     bytes.scratch = library.device_bytes - library.state_bytes[OFFLOAD_TIER_DEVICE];
@@ -175,7 +175,7 @@ class Trainer {
   }
 
   std::string device_name() const {
-    auto info = sized<offload_context_info_t>();
+    auto info = offload_init<offload_context_info_t>();
     MUST(offload_context_get_info(context_, &info));
     return info.device_name;
   }
@@ -188,7 +188,7 @@ class Trainer {
     uint64_t hash = kHashStart;
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
       for (int kind : {OFFLOAD_STATE_MASTER, OFFLOAD_STATE_EXP_AVG, OFFLOAD_STATE_EXP_AVG_SQ}) {
-        auto view = sized<offload_state_view_t>();
+        auto view = offload_init<offload_state_view_t>();
         MUST(offload_optimizer_state(optimizer_, layer, kind, &view));
         hash = hash_device(hash, view.device_data, view.device_count * sizeof(float));
         hash = hash_bytes(hash, view.host_data, view.host_count * sizeof(float));
@@ -224,18 +224,18 @@ class Trainer {
 
   // Half of the state lives on the device; room on the host for all that moves is part of commit.
   void create_optimizer() {
-    auto options = sized<offload_optimizer_options_t>();
+    auto options = offload_init<offload_optimizer_options_t>();
     options.algorithm = OFFLOAD_ADAMW;
     options.device_fraction = 0.5;
     options.chunk_elements = kParamCount;  // a GPU's larger default would only take more scratch
     options.movable = OFFLOAD_MOVABLE_PARAMS | OFFLOAD_MOVABLE_GRADS | OFFLOAD_MOVABLE_STATES;
     MUST(offload_optimizer_create(context_, &options, &optimizer_));
-    auto group = sized<offload_group_t>();
+    auto group = offload_init<offload_group_t>();
     group.lr = 0.2;
     group.beta1 = 0.8;
     group.beta2 = 0.98;
     group.eps = 1;  // far above the gradients: steps in proportion to them suit this problem
-    auto param = sized<offload_param_t>();
+    auto param = offload_init<offload_param_t>();
     MUST(offload_optimizer_add_group(optimizer_, &group, &param.group));
     param.dtype = param.grad_dtype = OFFLOAD_BF16;
     param.count = kLayerCount;
@@ -250,7 +250,7 @@ class Trainer {
   }
 
   void queue_step() {
-    auto options = sized<offload_step_options_t>();
+    auto options = offload_init<offload_step_options_t>();
     options.grad_norm_max = 50;
     options.stream = stream_;
     offload_ticket_t ticket;

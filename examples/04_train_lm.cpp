@@ -33,7 +33,7 @@
 #include "04_train_lm/text.h"
 #include "device.h"
 #include "numbers.h"
-#include "offload.h"
+#include "offload_simple.h"
 #include "program.h"
 
 namespace {
@@ -61,7 +61,7 @@ void run_job(void* user) {
 class Trainer {
  public:
   Trainer(const Options& options, uint64_t memory_bytes) : bf16_moments_(options.bf16_moments) {
-    auto context_options = sized<offload_context_options_t>();
+    auto context_options = offload_init<offload_context_options_t>();
     context_options.device_kind = options.gpu ? OFFLOAD_DEVICE_CUDA : OFFLOAD_DEVICE_SIM;
     context_options.threads = options.threads;
     if (!options.gpu) context_options.sim_memory_bytes = memory_bytes;
@@ -89,7 +89,7 @@ class Trainer {
 
   // Registers every tensor. Nothing is allocated: plan() tells what commit() would take.
   void create_optimizer(double device_fraction) {
-    auto options = sized<offload_optimizer_options_t>();
+    auto options = offload_init<offload_optimizer_options_t>();
     options.algorithm = OFFLOAD_ADAMW;
     options.device_fraction = device_fraction;
     if (bf16_moments_) options.moment_dtype = OFFLOAD_BF16;
@@ -101,7 +101,7 @@ class Trainer {
     }
     uint64_t offset = 0;
     Weights{}.for_each([&](const std::string& name, int count, double, bool table, float*) {
-      auto param = sized<offload_param_t>();
+      auto param = offload_init<offload_param_t>();
       param.name = name.c_str();
       param.group = table ? 1 : 0;
       param.dtype = param.grad_dtype = OFFLOAD_BF16;
@@ -122,13 +122,13 @@ class Trainer {
   int32_t commit() { return offload_optimizer_commit(optimizer_, stream_); }
 
   offload_plan_t plan() const {
-    auto plan = sized<offload_plan_t>();
+    auto plan = offload_init<offload_plan_t>();
     MUST(offload_optimizer_plan(optimizer_, &plan));
     return plan;
   }
 
   offload_context_info_t info() const {
-    auto info = sized<offload_context_info_t>();
+    auto info = offload_init<offload_context_info_t>();
     MUST(offload_context_get_info(context_, &info));
     return info;
   }
@@ -143,7 +143,7 @@ class Trainer {
       MUST(offload_optimizer_set_group(optimizer_, group, &values));
     }
     queue_model(job);
-    auto options = sized<offload_step_options_t>();
+    auto options = offload_init<offload_step_options_t>();
     options.grad_norm_max = 1;
     options.stream = stream_;
     MUST(offload_optimizer_step(optimizer_, &options, &job.ticket));
@@ -159,7 +159,7 @@ class Trainer {
 
   // The state after all steps that are queued; training goes on meanwhile.
   offload_ticket_t save(const std::string& path) {
-    auto options = sized<offload_save_options_t>();
+    auto options = offload_init<offload_save_options_t>();
     options.path = path.c_str();
     offload_ticket_t ticket;
     MUST(offload_optimizer_save(optimizer_, &options, &ticket));
@@ -170,9 +170,9 @@ class Trainer {
   // Goes on where a checkpoint was saved, and draws the text again that was drawn until then.
   // Returns its step.
   uint64_t load(const std::string& path, const Text& text) {
-    auto info = sized<offload_checkpoint_info_t>();
+    auto info = offload_init<offload_checkpoint_info_t>();
     MUST(offload_checkpoint_inspect(path.c_str(), &info, nullptr, nullptr));
-    auto options = sized<offload_load_options_t>();
+    auto options = offload_init<offload_load_options_t>();
     options.path = path.c_str();
     options.stream = stream_;
     offload_ticket_t ticket;
@@ -183,7 +183,7 @@ class Trainer {
   }
 
   offload_stats_t stats() const {
-    auto stats = sized<offload_stats_t>();
+    auto stats = offload_init<offload_stats_t>();
     MUST(offload_optimizer_get_stats(optimizer_, &stats));
     return stats;
   }
@@ -215,7 +215,7 @@ class Trainer {
   uint64_t masters_hash() {
     uint64_t hash = kHashStart;
     for (uint32_t id = 0; id < plan().param_count; ++id) {
-      auto view = sized<offload_state_view_t>();
+      auto view = offload_init<offload_state_view_t>();
       MUST(offload_optimizer_state(optimizer_, id, OFFLOAD_STATE_MASTER, &view));
       hash = hash_device(hash, view.device_data, view.device_count * sizeof(float));
       hash = hash_bytes(hash, view.host_data, view.host_count * sizeof(float));
@@ -233,7 +233,7 @@ class Trainer {
 
   // Rows of a lookup table get few gradients: they take larger steps and no weight decay.
   static offload_group_t hyperparameters(bool table, double rate) {
-    auto group = sized<offload_group_t>();
+    auto group = offload_init<offload_group_t>();
     group.lr = rate * (table ? 3e-2 : 1e-3);
     group.beta1 = 0.9;
     group.beta2 = 0.98;

@@ -32,6 +32,7 @@
 
 #include "09_zero1/device_work.h"
 #include "numbers.h"
+#include "offload_simple.h"
 #include "program.h"
 
 namespace {
@@ -87,7 +88,7 @@ class Trainer {
       for (uint64_t piece = 0; piece < world(); piece += 2 * distance)
         work_->add(pieces_ + piece * part_, pieces_ + (piece + distance) * part_, part_);
 
-    auto options = sized<offload_step_options_t>();
+    auto options = offload_init<offload_step_options_t>();
     options.grad_scale = kMicroBatches;  // of a sum of means
     options.stream = stream_;
     const offload_ticket_t before = ticket_;
@@ -99,7 +100,7 @@ class Trainer {
   }
 
   void save(const std::string& path) {
-    auto options = sized<offload_save_options_t>();
+    auto options = offload_init<offload_save_options_t>();
     options.path = path.c_str();
     MUST(offload_optimizer_save(optimizer_, &options, nullptr));
     MUST(offload_optimizer_wait(optimizer_, 0, -1));
@@ -107,9 +108,9 @@ class Trainer {
 
   // Gives the step that the checkpoint was saved after.
   uint64_t load(const std::string& path) {
-    auto info = sized<offload_checkpoint_info_t>();
+    auto info = offload_init<offload_checkpoint_info_t>();
     MUST(offload_checkpoint_inspect(path.c_str(), &info, nullptr, nullptr));
-    auto options = sized<offload_load_options_t>();
+    auto options = offload_init<offload_load_options_t>();
     options.path = path.c_str();
     options.stream = stream_;
     offload_ticket_t ticket = 0;
@@ -146,7 +147,7 @@ class Trainer {
   }
 
   void show() const {
-    auto plan = sized<offload_plan_t>();
+    auto plan = offload_init<offload_plan_t>();
     MUST(offload_optimizer_plan(optimizer_, &plan));
     printf(
         "%d ranks: %llu params on each, state for %llu of them on rank 0: %llu on the device, "
@@ -176,7 +177,7 @@ class Trainer {
     MPI_Comm_rank(host, &local_rank);
     MPI_Comm_size(host, &local_world);
     MPI_Comm_free(&host);
-    auto options = sized<offload_context_options_t>();
+    auto options = offload_init<offload_context_options_t>();
     options.device_kind = gpu ? OFFLOAD_DEVICE_CUDA : OFFLOAD_DEVICE_SIM;
     options.device_index = gpu ? local_rank : 0;
     options.local_rank = static_cast<uint32_t>(local_rank);  // ranks of one host share its CPUs
@@ -213,12 +214,12 @@ class Trainer {
 
   void make_optimizer() {
     if (offload_mpi_create(MPI_COMM_WORLD, &comm_) != OFFLOAD_OK) fail(offload_mpi_last_error());
-    auto options = sized<offload_optimizer_options_t>();
+    auto options = offload_init<offload_optimizer_options_t>();
     options.algorithm = OFFLOAD_ADAMW;
     options.device_fraction = 0.25;
     options.comm = &comm_;
     MUST(offload_optimizer_create(context_, &options, &optimizer_));
-    auto group = sized<offload_group_t>();
+    auto group = offload_init<offload_group_t>();
     group.lr = 1e-2;
     group.beta1 = 0.9;
     group.beta2 = 0.99;
@@ -240,7 +241,7 @@ class Trainer {
     const uint64_t tensor_end = tensor_begin + static_cast<uint64_t>(shape[0] * shape[1]);
     const uint64_t begin = std::clamp(begin_of(rank_), tensor_begin, tensor_end);
     const uint64_t end = std::clamp(begin_of(rank_ + 1), tensor_begin, tensor_end);
-    auto shard = sized<offload_shard_t>();
+    auto shard = offload_init<offload_shard_t>();
     shard.dimensions = 2;
     shard.box_count = 1;
     shard.global_shape = shard.box_extents = shape;
@@ -248,7 +249,7 @@ class Trainer {
     shard.flags = OFFLOAD_SHARD_RANGE;
     shard.range_begin = begin - tensor_begin;
     shard.range_count = end - begin;
-    auto param = sized<offload_param_t>();
+    auto param = offload_init<offload_param_t>();
     param.group = group;
     param.name = tensor.name;
     param.dtype = OFFLOAD_BF16;

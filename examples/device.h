@@ -2,6 +2,7 @@
 #ifndef HYBRIDOPT_EXAMPLES_DEVICE_H
 #define HYBRIDOPT_EXAMPLES_DEVICE_H
 
+#include "offload_simple.h"
 #include "program.h"
 
 // Whether the program has its part for a GPU.
@@ -24,7 +25,7 @@ inline bool use_gpu(const std::string& flag) {
   if (flag == "cpu") return false;
   std::string why;
   if (kGpuBuilt) {
-    auto options = sized<offload_context_options_t>();
+    auto options = offload_init<offload_context_options_t>();
     options.device_kind = OFFLOAD_DEVICE_CUDA;
     offload_context_t context = nullptr;
     if (offload_context_create(&options, &context) == OFFLOAD_OK) {

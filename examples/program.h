@@ -24,14 +24,6 @@ inline void must(int32_t status, const char* call) {
 // Every call of the library that has to succeed goes through here.
 #define MUST(call) must(call, #call)
 
-// A struct of the library, ready to fill: struct_size set, everything else zero.
-template <typename T>
-T sized() {
-  T value{};
-  value.struct_size = sizeof(T);
-  return value;
-}
-
 // Seconds.
 inline double now() {
   using Clock = std::chrono::steady_clock;
