@@ -1,6 +1,8 @@
 """What mkdocs does not do by itself for the site: pages for README.md, the examples and other files of the repository
 that pages link to, with their links; and Markdown as GitHub reads it. A hook of mkdocs.yml."""
 
+import ast
+import os
 import posixpath
 import re
 from pathlib import Path
@@ -12,6 +14,9 @@ LINK = re.compile(r"(?<=\]\()([^)\s#]+)((?:#[^)\s]*)?)(?=\))")
 NAME = re.compile(r"(?<![\[(`/\w])docs/(\w+\.md)(?![`\])\w])")  # a page that is named without a link
 FENCE = re.compile(r" *(`{3,})")
 ITEM = re.compile(r" *([-*]|\d+\.) ")
+PACKAGE = ROOT / "bindings/python/src/hybridopt"
+SUBMODULES = ("__version__", "abi", "integrations", "stash")
+RUSTDOC = os.environ.get("HYBRIDOPT_RUSTDOC")  # the folder that cargo doc has filled
 LANGUAGES = {".h": "c", ".cu": "cpp", ".py": "python", ".rs": "rust", ".yml": "yaml", ".sh": "bash"}
 
 
@@ -53,6 +58,25 @@ def examples_page():
     return "\n".join([*rows, ""])
 
 
+def python_page():
+    """The reference of the package's public names, which mkdocstrings fills with their docstrings."""
+    module = ast.parse((PACKAGE / "__init__.py").read_text())
+    names = next(ast.literal_eval(node.value) for node in module.body if ast.unparse(node).startswith("__all__ = "))
+    base = "OffloadOptimizer"
+    others = sorted((name for name in names if name not in (base, *SUBMODULES)), key=lambda name: (name.islower(), name))
+    head = f"Written from the docstrings. All optimizers have what {base} has. docs/PYTORCH.md is the manual."
+    whole = f"::: hybridopt.{base}\n    options: {{inherited_members: true}}"
+    return "\n\n".join(["# Python reference", head, whole, *(f"::: hybridopt.{name}" for name in others), ""])
+
+
+def rust_page():
+    text = "scripts/docs found no cargo, so this site has no reference of the crates."
+    if RUSTDOC:
+        crates = [f"[{crate}](rust/{crate}/index.html)" for crate in ("hybridopt", "hybridopt_sys")]
+        text = f"{crates[0]}, the safe crate, and {crates[1]}, the ABI. [Its guide](guides/from_rust.md)."
+    return f"# Rust reference\n\n{text}\n"
+
+
 def source_page(path):
     language = LANGUAGES.get(Path(path).suffix, Path(path).suffix[1:])
     return f"# {path}\n\n````{language}\n{(ROOT / path).read_text()}\n````\n"
@@ -63,6 +87,12 @@ def on_files(files, config):
     wanted = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "include/offload.h"}
     files.append(File.generated(config, "examples.md", content=examples_page()))
     texts["examples.md"] = examples_page()
+    files.append(File.generated(config, "python_reference.md", content=python_page()))
+    files.append(File.generated(config, "rust_reference.md", content=rust_page()))
+    for path in Path(RUSTDOC).rglob("*") if RUSTDOC else ():
+        if path.is_file() and not path.name.startswith("."):
+            name = posixpath.join("rust", path.relative_to(RUSTDOC))
+            files.append(File.generated(config, name, abs_src_path=str(path)))
     while wanted:
         path = wanted.pop()
         if path.endswith(".md"):
