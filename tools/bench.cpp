@@ -221,12 +221,7 @@ Result<Report> Bench(const BenchOptions& options) {
   const bench::Neighbours neighbours;
   HYBRIDOPT_ASSIGN(const auto host, MakeContext(OFFLOAD_DEVICE_HOST));
   HYBRIDOPT_ASSIGN(const offload_context_info_t info, InfoOf(*host));
-  std::unique_ptr<Context> device;
-  if (options.device != "none") {
-    Result<std::unique_ptr<Context>> opened = OpenDevice(options.device);
-    if (!opened.ok() && !options.device.empty()) return opened.status();
-    if (opened.ok()) device = std::move(opened.value());
-  }
+  HYBRIDOPT_ASSIGN(const std::unique_ptr<Context> device, OpenDeviceOrNone(options.device));
   StageLine stage;
   Measurement bench;
   bench.host = host.get();

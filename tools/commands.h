@@ -55,6 +55,16 @@ struct BenchOptions {
   double seconds = 30;        // the time limit, about; each row has at least three rounds
 };
 
+struct TraceOptions {
+  std::string path;             // of the trace
+  bool read = false;            // the file is there; nothing is recorded
+  std::string params = "64M";   // a number or a model, as for plan
+  uint32_t steps = 3;           // are recorded
+  std::string device;           // as for doctor
+  double offload_fraction = 1;  // of the state, on the host
+  bool small_state = false;     // as for plan
+};
+
 struct PlanOptions {
   std::string model;    // a number, a name or a path
   uint32_t gpus = 1;    // the GPUs that share the model
@@ -87,6 +97,7 @@ struct Report {
 Result<Report> Info();
 Result<Report> Doctor(const DoctorOptions& options);
 Result<Report> Bench(const BenchOptions& options);
+Result<Report> Trace(const TraceOptions& options);
 Result<Report> Plan(const PlanOptions& options);
 Result<Report> List(const ListOptions& options);
 Result<Report> Newest(const NewestOptions& options);

@@ -109,6 +109,39 @@ void AddBench(CLI::App& app, Request& request) {
       ->capture_default_str();
 }
 
+void AddTrace(CLI::App& app, Request& request) {
+  const auto options = std::make_shared<TraceOptions>();
+  CLI::App* const trace = AddCommand(
+      app, request, "trace",
+      "records a few steps as a picture for ui.perfetto.dev, and tells where their time went",
+      [options] { return Trace(*options); });
+  trace->add_option("FILE", options->path, "the JSON file to make")->required();
+  CLI::Option* const read = trace->add_flag(
+      "--read", options->read, "FILE is there, as of a training of yours; nothing is recorded");
+  trace
+      ->add_option("--params", options->params,
+                   "of the training that is recorded: a number or a model, as for plan")
+      ->excludes(read)
+      ->capture_default_str();
+  trace->add_option("--steps", options->steps, "that are recorded")
+      ->excludes(read)
+      ->check(CLI::Range(1, 1000))
+      ->capture_default_str();
+  trace
+      ->add_option("--device", options->device,
+                   "else the GPU where there is one; sim shows only that it works")
+      ->excludes(read)
+      ->check(CLI::IsMember({"cuda", "sim", "none"}));
+  trace
+      ->add_option("--offload-fraction", options->offload_fraction,
+                   "of the state, on the host, where there is a device")
+      ->excludes(read)
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  trace->add_flag("--small-state", options->small_state, "split masters and bf16 moments")
+      ->excludes(read);
+}
+
 void AddPlan(CLI::App& app, Request& request) {
   const auto options = std::make_shared<PlanOptions>();
   CLI::App* const plan = AddCommand(
@@ -239,6 +272,7 @@ int Main(int argc, char** argv) {
   AddCommand(app, request, "info", "tells of this library, this machine and its GPU", Info);
   AddDoctor(app, request);
   AddBench(app, request);
+  AddTrace(app, request);
   AddPlan(app, request);
   AddCheckpointCommands(app, request);
   const std::string wrong =

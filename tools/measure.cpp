@@ -63,6 +63,13 @@ Result<std::unique_ptr<Context>> OpenDevice(const std::string& device) {
   return MakeContext(OFFLOAD_DEVICE_CUDA);
 }
 
+Result<std::unique_ptr<Context>> OpenDeviceOrNone(const std::string& device) {
+  if (device == "none") return std::unique_ptr<Context>();
+  Result<std::unique_ptr<Context>> opened = OpenDevice(device);
+  if (!opened.ok() && device.empty()) return std::unique_ptr<Context>();
+  return opened;
+}
+
 Result<Sizes> SizesOf(uint64_t memory_bytes) {
   const uint64_t available = hybridopt::system::AvailableBytes();
   if (memory_bytes > available ||
@@ -205,6 +212,14 @@ Status SmallTraining::Save(const std::string& path) {
   offload_ticket_t ticket = 0;
   HYBRIDOPT_TRY(StatusOf(offload_optimizer_save(optimizer_->get(), &options, &ticket)));
   return StatusOf(offload_optimizer_wait(optimizer_->get(), ticket, -1));
+}
+
+Status SmallTraining::StartTrace() {
+  return StatusOf(offload_optimizer_trace_start(optimizer_->get(), 0));
+}
+
+Status SmallTraining::StopTrace(const std::string& path) {
+  return StatusOf(offload_optimizer_trace_stop(optimizer_->get(), path.c_str(), nullptr));
 }
 
 // --------------------------------------------------------------------------------------- link --

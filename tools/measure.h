@@ -64,6 +64,8 @@ Result<Sizes> SizesOf(uint64_t memory_bytes);
 Result<std::unique_ptr<Context>> MakeContext(int32_t device_kind, uint64_t sim_memory_bytes = 0);
 // The device that --device names; the GPU if the name is empty.
 Result<std::unique_ptr<Context>> OpenDevice(const std::string& device);
+// The same, or NULL where there is none: for "none", and for an empty name without a GPU.
+Result<std::unique_ptr<Context>> OpenDeviceOrNone(const std::string& device);
 Result<offload_context_info_t> InfoOf(const Context& context);
 
 double MedianOf(std::vector<double> values);
@@ -97,6 +99,9 @@ class SmallTraining {
   // What the last step did.
   Result<offload_step_result_t> LastResult() const;
   Status Save(const std::string& path);
+  // Steps between the two are recorded (docs/TRACE.md), and then written to the file.
+  Status StartTrace();
+  Status StopTrace(const std::string& path);
   ~SmallTraining();
 
  private:

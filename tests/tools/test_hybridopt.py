@@ -768,7 +768,7 @@ def test_the_docs_show_what_the_tool_prints(tmp_path):
 
 
 def test_help_and_version():
-    for command in ("info", "doctor", "bench", "plan", "inspect", "verify", "reshard", "export"):
+    for command in ("info", "doctor", "bench", "trace", "plan", "inspect", "verify", "reshard", "export"):
         assert command in succeed("--help")
         assert "--json" in succeed(command, "--help")
     assert succeed("--version").startswith("hybridopt ")
