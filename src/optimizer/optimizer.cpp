@@ -241,8 +241,8 @@ Status Optimizer::PrepareMatrices(Committed& committed) {
   std::set<std::pair<uint64_t, uint64_t>> known;
   for (const ParamShape& param : committed.shape.params)
     if (param.is_of_matrices() && known.insert({param.matrix.rows, param.matrix.cols}).second)
-      HYBRIDOPT_TRY(context_->device().PrepareMatrices(lanes.compute, param.matrix,
-                                                       lanes.matrix_workspace));
+      HYBRIDOPT_TRY(
+          context_->device().PrepareMatrices(lanes.compute, param.matrix, lanes.matrix_workspace));
   return {};
 }
 

@@ -20,8 +20,7 @@ void SizeStreamRing(const StateShape& shape, const ChunkTable& chunks, LaneSizes
   // SGD without momentum may keep no state; then a chunk has 0 bytes.
   const uint64_t chunk_bytes = std::max<uint64_t>(chunks.stream_bytes_most(), 1);
   const uint64_t asked_bytes = shape.options.stream_ring_bytes;
-  const uint64_t asked =
-      asked_bytes > 0 ? asked_bytes / chunk_bytes : DefaultStreamChunks(shape);
+  const uint64_t asked = asked_bytes > 0 ? asked_bytes / chunk_bytes : DefaultStreamChunks(shape);
   const uint64_t large = std::min(asked, most);
   sizes.stream_ring_bytes = large * chunks.stream_bytes_most();
   const bool takes_more = !SharesChunks(shape) && large >= kMinStreamChunks;

@@ -78,9 +78,9 @@ class ChunkCutter {
     host_end_ = {};
   }
 
-  // Places a fragment's arrays in the areas of the chunk in the device's ring. An array keeps the alignment that it
-  // has on the host. If on the host only padding lies between this array and the one before it, the
-  // array keeps that distance too, so that one copy moves both.
+  // Places a fragment's arrays in the areas of the chunk in the device's ring. An array keeps the
+  // alignment that it has on the host. If on the host only padding lies between this array and the
+  // one before it, the array keeps that distance too, so that one copy moves both.
   void PlaceInRing(Fragment& fragment) {
     const ParamShape& shaped = shape_.params[fragment.param];
     for (uint32_t index = 0; index < kStateSlots; ++index) {

@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "../devices.h"
-#include "../forwarding_device.h"
 #include "../fault/trainer.h"
+#include "../forwarding_device.h"
 #include "../matrix_problem.h"
 #include "../temporary_directory.h"
 #include "machine/context.h"
@@ -337,15 +337,18 @@ std::map<std::string, std::function<void(Setting&)>> VariationsOnCuda() {
   return {
       {"device", [](Setting& s) { s.device_fraction = 1; }},
       {"streamed", [](Setting& s) { s.host_executors = OFFLOAD_EXECUTORS_STREAMED; }},
-      {"large chunks, a large ring", [](Setting& s) {
+      {"large chunks, a large ring",
+       [](Setting& s) {
          s.chunk_elements = uint64_t{1} << 20;
          s.stream_ring_bytes = uint64_t{1} << 25;
        }},
-      {"a third", [](Setting& s) {
+      {"a third",
+       [](Setting& s) {
          s.device_fraction = 0.33;
          s.chunk_elements = 3000;
        }},
-      {"changes", [](Setting& s) {
+      {"changes",
+       [](Setting& s) {
          s.device_fraction = 0.4;
          s.track_changes = 1;
        }},
@@ -562,7 +565,8 @@ TEST(Muon, UpdatesAreThoseOfFloat64) {
 
 // --------------------------------------------------------------------------- plans and refusals --
 
-// -------------------------------------------------------------- devices that have bits of their own --
+// -------------------------------------------------------------- devices that have bits of their
+// own --
 
 // A device whose matrices have bits that the CPU workers do not have. It may refuse to pin memory.
 class DeviceOfOtherBits final : public ForwardingDevice {

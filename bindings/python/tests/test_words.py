@@ -13,6 +13,8 @@ from torch.nn import Parameter
 import hybridopt
 from hybridopt import abi
 from hybridopt.base import words
+from hybridopt.engine import making
+from hybridopt.params.registered import Wanted
 from models import perceptron, run, set_gradients
 
 SOURCES = pathlib.Path(__file__).parents[3] / "src"
@@ -292,16 +294,29 @@ def test_early_updates_that_there_cannot_be_are_told():
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "algorithm", "text"),
     [
-        ({"host_executors": "streamed"}, "host_executors='streamed' leaves nothing to CPU threads"),
-        ({"movable": ("accumulate",)}, r"with hook_gradients\(accumulate=True\) gradients are final in the step"),
-        ({}, None),
+        ({"host_executors": "streamed"}, "ADAMW", "host_executors='streamed' leaves nothing to CPU threads"),
+        ({"movable": ("accumulate",)}, "ADAMW", r"with hook_gradients\(accumulate=True\) gradients are final in"),
+        ({}, "MUON", "only the GPU updates matrices of Muon"),
+        ({}, "ADAMW", None),
     ],
 )
-def test_early_updates_on_a_gpu_that_there_cannot_be_are_told(options, text):
+def test_early_updates_on_a_gpu_that_there_cannot_be_are_told(options, algorithm, text):
+    wanted = Wanted([{"algorithm": getattr(abi, f"OFFLOAD_{algorithm}")}], [])
     merged = hybridopt.settings.options.checked({"early_update_bytes": 9, **options}, "AdamW")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        hybridopt.engine.making.warn_of_no_effect(merged, torch.device("cuda"))
+        making.warn_of_no_effect(merged, wanted, torch.device("cuda"))
     assert [bool(re.search(text, str(each.message))) for each in caught] == ([] if text is None else [True])
+
+
+def test_muon_on_a_gpu_leaves_no_update_to_the_cpu():
+    def executors(algorithm, chosen):
+        wanted = Wanted([{"algorithm": abi.OFFLOAD_ADAMW}, {"algorithm": algorithm}], [])
+        return making.host_executors_of({"host_executors": chosen}, wanted, torch.device("cuda"))
+
+    assert executors(abi.OFFLOAD_ADAMW, "auto") == "auto" and executors(abi.OFFLOAD_ADAMW, "cpu") == "cpu"
+    assert executors(abi.OFFLOAD_MUON, "auto") == executors(abi.OFFLOAD_MUON, "streamed") == "streamed"
+    with pytest.raises(ValueError, match="host_executors='cpu' with Muon on a GPU: only the GPU .*; set host_executors='auto'"):
+        executors(abi.OFFLOAD_MUON, "cpu")

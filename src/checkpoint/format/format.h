@@ -78,7 +78,7 @@ struct Manifest {
   std::string layout;  // formats of masters and moments: "fp32" for all in fp32
   // What multiplied matrices, if their bits depend on it (Device::matrix_products); else "".
   std::string matrix_products;
-  uint32_t world;      // ranks that saved
+  uint32_t world;  // ranks that saved
   uint64_t block_bytes;
   // struct_size is this release's; algorithm is 0 where it is that of the manifest.
   std::vector<offload_group_t> groups;

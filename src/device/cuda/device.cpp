@@ -734,8 +734,7 @@ Status CudaDevice::CheckMatrices() const {
   return matrices_->Open();
 }
 
-Status CudaDevice::PrepareMatrices(StreamHandle stream, const MatrixShape& shape,
-                                   void* workspace) {
+Status CudaDevice::PrepareMatrices(StreamHandle stream, const MatrixShape& shape, void* workspace) {
   const Scope scope = Enter();
   return matrices_->Prepare(stream, shape, workspace);
 }

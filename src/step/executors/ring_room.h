@@ -33,9 +33,7 @@ class RingRoom {
   uint64_t OffsetOf(uint64_t position) const { return position % Ring(); }
   // Gives back the bytes of the oldest chunk. `next` is the position of the chunk behind it; none
   // if there is no such chunk.
-  void GiveBack(std::optional<uint64_t> next) {
-    oldest_ = std::max(oldest_, next.value_or(end_));
-  }
+  void GiveBack(std::optional<uint64_t> next) { oldest_ = std::max(oldest_, next.value_or(end_)); }
 
  private:
   // A ring of chunks without state has no bytes.

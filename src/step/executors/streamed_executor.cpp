@@ -144,7 +144,8 @@ Status StreamedExecutor::UpdateChunks() {
     }
     HYBRIDOPT_TRY(Finish(finished_));
     finished_ += 1;
-    room_.GiveBack(finished_ < taken_ ? std::optional(positions_[SlotOf(finished_)]) : std::nullopt);
+    room_.GiveBack(finished_ < taken_ ? std::optional(positions_[SlotOf(finished_)])
+                                      : std::nullopt);
     while (MayTake() && Take()) HYBRIDOPT_TRY(QueueUp(taken_ - 1));
   }
   return {};

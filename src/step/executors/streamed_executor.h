@@ -102,10 +102,10 @@ class StreamedExecutor final : private SideThreads::Work {
 
   // State of the running step. Chunks are numbered in the order in which they are taken, and use
   // the slots in turn.
-  const HostStep* step_ = nullptr;     // null: there is nothing to do
-  std::vector<uint32_t> chunks_;       // per slot; the constructor reserves the capacity
-  std::vector<uint64_t> positions_;    // per slot: where the chunk is in the ring
-  std::vector<uint64_t> queued_up_;    // per slot: the link's queued_up_bytes() after its copies
+  const HostStep* step_ = nullptr;   // null: there is nothing to do
+  std::vector<uint32_t> chunks_;     // per slot; the constructor reserves the capacity
+  std::vector<uint64_t> positions_;  // per slot: where the chunk is in the ring
+  std::vector<uint64_t> queued_up_;  // per slot: the link's queued_up_bytes() after its copies
   RingRoom room_;
   std::vector<DeviceUpdate> updates_;  // running launches read these while more are appended
   uint32_t taken_ = 0;

@@ -50,9 +50,9 @@ TEST(RingRoom, ChunksNeverShareBytes) {
       ASSERT_FALSE(ring.empty());
       const uint64_t end = room.OffsetOf(ring.back().position) + ring.back().bytes;
       const auto behind = owners.begin() + static_cast<ptrdiff_t>(end);
-      const bool is_free = end + bytes <= size &&
-                           std::all_of(behind, behind + static_cast<ptrdiff_t>(bytes),
-                                       [](int owner) { return owner == 0; });
+      const bool is_free =
+          end + bytes <= size && std::all_of(behind, behind + static_cast<ptrdiff_t>(bytes),
+                                             [](int owner) { return owner == 0; });
       ASSERT_FALSE(is_free);
     }
   }
