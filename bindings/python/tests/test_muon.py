@@ -2,18 +2,26 @@
 torch.optim.Muon and with AdamW, and check the groups, their errors and their state."""
 
 import copy
+import hashlib
 import inspect
 import io
 import math
 
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import Parameter
 
 import hybridopt
 from hybridopt import abi
 from hybridopt.params.hyperparameters import OWN_DEFAULTS
+from hybridopt.ranks import homes
 from models import bits, clone, run, state_bits, told
 
 with_torchs = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -481,3 +489,213 @@ def test_no_momentum_is_the_gradient_itself():
         run(hybridopt.Muon(params, momentum=0.0, nesterov=nesterov), params, range(2))
         results.append(bits(params))
     assert results[0] == results[1] != bits(matrices())
+
+
+# --------------------------------------------------------------------------- matrices in parts --
+
+
+class Block(nn.Module):
+    """Layers of sizes that 2 and 4 do not divide: some shards are uneven, and some are empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.mix = nn.Linear(10, 14), nn.Linear(14, 10), nn.Linear(10, 3)
+        self.gate_up = nn.Linear(3, 12)
+
+    def forward(self, x):
+        return self.gate_up(self.mix(x + self.down(torch.tanh(self.up(x)))))
+
+
+def block():
+    torch.manual_seed(5)
+    return Block()
+
+
+def backward(module, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    inputs, targets = torch.randn(6, 10, generator=generator), torch.randn(6, 12, generator=generator)
+    nn.functional.mse_loss(module(inputs.to(dtype)), targets.to(dtype)).backward()
+
+
+def groups_of(module):
+    return hybridopt.muon_groups(module, head=None)
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def digest(module):
+    bits = b"".join(full(param).detach().float().numpy().tobytes() for param in module.parameters())
+    return hashlib.sha256(bits).hexdigest()
+
+
+OPTIONS = {"lr": 0.05, "threads": 1, "adjust_lr_fn": "match_rms_adamw"}
+
+
+def fsdp2(rank, world, dtype, folder):
+    plain = block().to(dtype)
+    start = digest(plain)
+    module = fully_shard(copy.deepcopy(plain))
+    optimizer = hybridopt.ShardedMuon(groups_of(module), **OPTIONS)
+    follower = hybridopt.Muon(groups_of(plain), **OPTIONS)
+    for seed in range(3):
+        optimizer.zero_grad()
+        backward(module, seed, dtype)
+        for own, param in zip(plain.parameters(), module.parameters()):
+            own.grad = full(param.grad).detach().clone()
+        optimizer.step()
+        follower.step()
+        for group in [*optimizer.param_groups, *follower.param_groups]:
+            group["lr"] *= 0.5  # as a scheduler does
+    assert digest(module) == digest(plain) != start
+    optimizer.save_checkpoint(folder / "saved")
+    # An optimizer without shards goes on from there.
+    later = block().to(dtype)
+    resumed = hybridopt.Muon(groups_of(later), **OPTIONS)
+    resumed.load_checkpoint(folder / "saved")
+    assert digest(later) == digest(plain)
+    for own, other in zip(later.parameters(), plain.parameters()):
+        own.grad = other.grad.clone()
+    for each in (resumed, follower):
+        for group in each.param_groups:
+            group["lr"] = 0.01
+        each.step()
+    assert digest(later) == digest(plain)
+    return {cut.name: cut.home for cut in optimizer.homes}, digest(plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fsdp2_has_the_bits_of_one_process_at_any_world(dtype, tmp_path):
+    """Each world has gradients of its own, because FSDP2 adds them up in another order, and is compared with a process
+    that gets the same ones."""
+    for world in (1, 2, 4):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        results = ranks.run(fsdp2, world, dtype, folder)
+        assert all(each == results[0] for each in results)
+        given, _ = results[0]
+        assert set(given) == (set() if world == 1 else {"up.weight", "down.weight", "mix.weight", "gate_up.weight"})
+        assert len(set(given.values())) == (0 if world == 1 else world)
+
+
+def same_gradients(rank, world, placements, mesh_shape):
+    """Gradients that do not depend on the world: the hash of the results must not either."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    plain = block()
+    sharded = {
+        name: Parameter(distribute_tensor(param.detach(), mesh, placements if param.ndim == 2 else [Replicate()] * len(mesh_shape)))
+        for name, param in plain.named_parameters()
+    }
+    matrices = [(name, param) for name, param in sharded.items() if param.ndim == 2]
+    others = {"params": [(name, param) for name, param in sharded.items() if param.ndim == 1], "algorithm": "adamw"}
+    optimizer = hybridopt.ShardedMuon([{"params": matrices}, others], **OPTIONS)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for param in sharded.values():
+            gradient = torch.randn(param.shape, generator=generator)
+            param.grad = distribute_tensor(gradient, mesh, param.placements)
+        if seed == 1:
+            matrices[0][1].grad = None  # everywhere
+        optimizer.step()
+    return hashlib.sha256(b"".join(full(param).detach().numpy().tobytes() for param in sharded.values())).hexdigest()
+
+
+def test_any_cut_gives_the_same_hash_at_worlds_of_1_2_and_4():
+    hashes = [ranks.run(same_gradients, 1, [Shard(0)], (1,))]
+    for placements, shape in (
+        ([Shard(0)], (2,)),
+        ([Shard(1)], (2,)),
+        ([Shard(0)], (4,)),
+        ([Shard(1)], (4,)),
+        ([Shard(0), Shard(1)], (2, 2)),
+        ([Replicate(), Shard(0)], (2, 2)),
+        ([Shard(0), Shard(0)], (2, 2)),
+    ):
+        hashes.append(ranks.run(same_gradients, shape[0] * (shape[1] if len(shape) > 1 else 1), placements, shape))
+    assert len({each for results in hashes for each in results}) == 1
+
+
+def tensor_parallel(rank, world):
+    """Layers that torch's tensor parallelism cuts by rows and by columns, in FSDP2's mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = block()
+    module = copy.deepcopy(plain)
+    parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(module, mesh=mesh["dp"])
+    names = {name: param for name, param in module.named_parameters()}
+    muon = [(name, names[name]) for name in ("up.weight", "down.weight")]
+    optimizer = hybridopt.ShardedMuon(muon, process_group=dist.group.WORLD, **OPTIONS)
+    plain_names = dict(plain.named_parameters())
+    follower = hybridopt.Muon([(name, plain_names[name]) for name, _ in muon], **OPTIONS)
+    for seed in range(2):
+        module.zero_grad()
+        backward(module, seed)
+        for name, param in muon:
+            plain_names[name].grad = full(param.grad).detach().clone()
+        optimizer.step()
+        follower.step()
+    for name, param in muon:
+        assert torch.equal(full(param), plain_names[name])
+
+
+def test_tensor_parallel_layers_in_fsdp2s_mesh():
+    ranks.run(tensor_parallel, 4)
+
+
+def refusals(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    unknown = Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()], run_check=False))
+    with pytest.raises(ValueError, match="'?x'?: placement .* is unsupported, expected Shard or Replicate"):
+        hybridopt.ShardedMuon([("x", unknown)])
+    cut = Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="ShardedMuon does not support overlap=.*; leave it out"):
+        hybridopt.ShardedMuon([("x", cut)], overlap=nn.Linear(1, 1))
+    optimizer = hybridopt.ShardedMuon([("x", cut)], threads=1)
+    assert str(optimizer.homes).startswith("x  4 x 4  rank 0 of 2  100.0% of the work")
+    for call in (optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(abi.UnsupportedError, match="is on one rank; use (save|load)_checkpoint"):
+            call()
+    with pytest.raises(abi.UnsupportedError, match="takes its groups when it is made"):
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2, 2))]})
+    if rank == 0:
+        cut.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
+    with pytest.raises(ValueError, match=r"'x' has no gradient on the ranks \[1\], but the others of \[0, 1\] have one"):
+        optimizer.step()
+
+
+def test_what_cannot_be_put_together_is_refused():
+    ranks.run(refusals, 2)
+
+
+def moved_weights(rank, world):
+    """Weights that other code writes between steps are those that the next step updates."""
+    mesh = init_device_mesh("cpu", (world,))
+    cut = Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+    optimizer = hybridopt.ShardedMuon([("x", cut)], lr=0.1, threads=1)
+    plain = Parameter(torch.ones(6, 4))
+    follower = hybridopt.Muon([("x", plain)], lr=0.1, threads=1)
+    for seed in range(3):
+        gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+        cut.grad, plain.grad = distribute_tensor(gradient, mesh, [Shard(0)]), gradient
+        optimizer.step()
+        follower.step()
+        assert torch.equal(full(cut), plain)
+        with torch.no_grad():
+            cut._local_tensor.data.mul_(0.5)
+            plain.mul_(0.5)
+
+
+def test_weights_that_are_written_between_steps_are_followed():
+    ranks.run(moved_weights, 2)
+
+
+def test_homes_share_the_work_and_all_ranks_agree():
+    cuts = [
+        homes.CutMatrix(f"m{i}", (rows, 8), {rank: [[(0, 0)], [(0, 8)]] for rank in range(3)}, frozenset())
+        for i, rows in enumerate((64, 8, 32, 8, 8, 32))
+    ]
+    given = homes.with_homes(cuts)
+    load = [sum(cut.cost for cut in given if cut.home == rank) for rank in range(3)]
+    assert [cut.name for cut in given] == [cut.name for cut in cuts]
+    assert load == [64 * 64, 48 * 64, 40 * 64]

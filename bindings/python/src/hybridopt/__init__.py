@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .optimizers.algorithms import SGD, Adagrad, Adam, AdamW, Lion, Signum
     from .optimizers.muon import Muon, muon_groups
     from .optimizers.optimizer import OffloadOptimizer
+    from .optimizers.sharded_muon import ShardedMuon
     from .params.sharding import TensorShard
     from .settings.options import OffloadOptions
     from .stash import ActivationStash
@@ -30,6 +31,7 @@ _MODULES = {
     "Lion": "optimizers.algorithms",
     "Muon": "optimizers.muon",
     "SGD": "optimizers.algorithms",
+    "ShardedMuon": "optimizers.sharded_muon",
     "Signum": "optimizers.algorithms",
     "OffloadOptimizer": "optimizers.optimizer",
     "OffloadOptions": "settings.options",
@@ -56,6 +58,7 @@ __all__ = [
     "OffloadOptimizer",
     "OffloadOptions",
     "Plan",
+    "ShardedMuon",
     "Signum",
     "Stats",
     "StepResult",

@@ -26,8 +26,8 @@ def check_matrix(name: str, param: Tensor) -> None:
     cut = cut_by(param)
     if cut:
         raise ValueError(
-            f"parameter {name!r} is cut between ranks ({cut}), but Muon needs whole matrices; {OTHER_GROUP}, or "
-            "leave it out of the sharding (fully_shard(ignored_params=...), say)"
+            f"parameter {name!r} is cut between ranks ({cut}), but Muon needs whole matrices; use hybridopt.ShardedMuon, which "
+            f"puts them together, {OTHER_GROUP}, or leave it out of the sharding (fully_shard(ignored_params=...), say)"
         )
     if param.ndim != 2:
         raise ValueError(
@@ -54,6 +54,8 @@ def cut_by(param: Tensor) -> str:
     shard = getattr(param, sharding.SHARD_ATTRIBUTE, None)
     if isinstance(shard, sharding.TensorShard):
         count = sum(math.prod(extents) for _, extents in shard.boxes)
+        if count == 0:
+            return ""  # nothing of a matrix is no part of one
         is_whole = count == math.prod(shard.global_shape) and shard.global_shape == tuple(param.shape)
         return "" if is_whole else f"{sharding.SHARD_ATTRIBUTE} says that it is a part of {shard.global_shape}"
     if not isinstance(param, sharding.DTensor):

@@ -1,0 +1,174 @@
+"""Homes: the ranks that update matrices whose parts several ranks have.
+
+Each matrix has one home rank. The parts of its gradient go there, and the parts of the updated matrix come back:
+
+    rank 0   rows 0..3 --+                              +--> rows 0..3
+    rank 1   rows 4..7 --+--> the whole, on its home ---+--> rows 4..7
+    rank 2   rows 8..9 --+                              +--> rows 8..9
+
+One matrix follows the other, so that the memory for messages is that of the largest one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..params.sharding import Run, runs_of
+
+Region = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CutMatrix:
+    """A matrix, or a stack of them, of which each rank of a mesh has a part."""
+
+    name: str
+    shape: tuple[int, ...]
+    runs: dict[int, list[list[Run]]]  # by rank: what it has along each dimension
+    copies: frozenset[int]  # ranks whose part another rank has too, and sends
+    home: int = -1
+
+    @property
+    def cost(self) -> int:
+        """In proportion to the operations of its update."""
+        return math.prod(self.shape) * min(self.shape[-2:])
+
+    def extents(self, rank: int) -> tuple[int, ...]:
+        return tuple(sum(end - begin for begin, end in runs) for runs in self.runs[rank])
+
+    def has_part(self, rank: int) -> bool:
+        return math.prod(self.extents(rank)) > 0
+
+    def regions(self, rank: int) -> Iterator[tuple[Region, Region]]:
+        """The boxes of a rank's part: where each is in the matrix, and where in the part."""
+        yield from _products([list(_placed(runs)) for runs in self.runs[rank]])
+
+
+def _placed(runs: list[Run]) -> Iterator[tuple[slice, slice]]:
+    passed = 0
+    for begin, end in runs:
+        yield slice(begin, end), slice(passed, passed + end - begin)
+        passed += end - begin
+
+
+def _products(dimensions: list[list[tuple[slice, slice]]]) -> Iterator[tuple[Region, Region]]:
+    for chosen in itertools.product(*dimensions):
+        yield tuple(whole for whole, _ in chosen), tuple(part for _, part in chosen)
+
+
+def cut_matrix_of(name: str, param: DTensor) -> CutMatrix:
+    """Raises for placements other than Shard and Replicate."""
+    mesh = param.device_mesh.mesh
+    runs: dict[int, list[list[Run]]] = {}
+    copies: set[int] = set()
+    for coordinate in itertools.product(*map(range, mesh.shape)):
+        rank = int(mesh[coordinate])
+        runs[rank] = runs_of(param.shape, mesh.shape, coordinate, param.placements, name)
+        if any(index > 0 and isinstance(each, Replicate) for index, each in zip(coordinate, param.placements)):
+            copies.add(rank)
+    cut = CutMatrix(name, tuple(param.shape), runs, frozenset(copies))
+    own, here = tuple(param._local_tensor.shape), cut.extents(dist.get_rank())
+    if own != here:
+        raise ValueError(
+            f"param {name}: its local tensor has the shape {own}, expected {here} for {cut.shape} with {param.placements}; "
+            "make it with distribute_tensor or fully_shard"
+        )
+    return cut
+
+
+def with_homes(cuts: Sequence[CutMatrix]) -> list[CutMatrix]:
+    """Gives each matrix to the rank that has the least work so far, the costliest first. All ranks of a mesh get the
+    same, because they have the same matrices in the same order."""
+    homes: dict[int, int] = {}
+    load: dict[tuple[int, ...], dict[int, int]] = {}
+    for index in sorted(range(len(cuts)), key=lambda index: -cuts[index].cost):
+        ranks = tuple(sorted(cuts[index].runs))
+        of_rank = load.setdefault(ranks, dict.fromkeys(ranks, 0))
+        homes[index] = min(ranks, key=lambda rank: of_rank[rank])
+        of_rank[homes[index]] += cuts[index].cost
+    return [dataclasses.replace(cut, home=homes[index]) for index, cut in enumerate(cuts)]
+
+
+def gather(cut: CutMatrix, part: Tensor, whole: Tensor) -> None:
+    """Puts the parts of all ranks together in `whole`, which only the home has. All ranks of the mesh call this."""
+    own = dist.get_rank()
+    senders = [rank for rank in cut.runs if rank not in cut.copies and cut.has_part(rank)]
+    if own != cut.home:
+        if own in senders:
+            _exchange([dist.P2POp(dist.isend, part.contiguous(), cut.home)])
+        return
+    received = {rank: part if rank == own else part.new_empty(cut.extents(rank)) for rank in senders}
+    _exchange([dist.P2POp(dist.irecv, each, rank) for rank, each in received.items() if rank != own])
+    for rank, each in received.items():
+        for there, here in cut.regions(rank):
+            whole[there].copy_(each[here])
+
+
+def scatter(cut: CutMatrix, whole: Tensor, part: Tensor) -> None:
+    """The other way: all ranks get their parts of the home's matrix."""
+    own = dist.get_rank()
+    if own != cut.home:
+        if cut.has_part(own):
+            received = part.new_empty(part.shape)
+            _exchange([dist.P2POp(dist.irecv, received, cut.home)])
+            part.copy_(received)
+        return
+    sent = {rank: part.new_empty(cut.extents(rank)) for rank in cut.runs if rank != own and cut.has_part(rank)}
+    for rank, each in [*sent.items(), (own, part)]:
+        for there, here in cut.regions(rank):
+            each[here].copy_(whole[there])
+    _exchange([dist.P2POp(dist.isend, each, rank) for rank, each in sent.items()])
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def without_gradient(cuts: Sequence[CutMatrix], missing: set[str], group: dist.ProcessGroup | None) -> set[str]:
+    """The matrices that have no gradient on any rank. `missing`: those without one here. Raises on all ranks if some have
+    one and others have none. All ranks of the group call this."""
+    told: list[set[str]] = [set()] * dist.get_world_size(group)
+    dist.all_gather_object(told, missing, group=group)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    lacking: dict[str, set[int]] = {}
+    for rank, names in zip(ranks, told):
+        for name in names:
+            lacking.setdefault(name, set()).add(rank)
+    everywhere: set[str] = set()
+    for cut in cuts:
+        needed = {rank for rank in cut.runs if cut.has_part(rank)}
+        without = lacking.get(cut.name, set()) & needed
+        if without and without != needed:
+            raise ValueError(
+                f"parameter {cut.name!r} has no gradient on the ranks {sorted(without)}, but the others of {sorted(needed)} have "
+                "one; call backward() alike on all ranks"
+            )
+        if without:
+            everywhere.add(cut.name)
+    return everywhere
+
+
+def check_group(cuts: Sequence[CutMatrix], group: dist.ProcessGroup | None) -> None:
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    for cut in cuts:
+        if not set(cut.runs) <= set(ranks):
+            raise ValueError(
+                f"parameter {cut.name!r} is on the ranks {sorted(cut.runs)}, but process_group has the ranks {ranks}; give the "
+                "group of all that hold parts of these parameters"
+            )
+
+
+def empty_like(cut: CutMatrix, param: Tensor) -> Tensor:
+    """The matrix on its home, and no element elsewhere."""
+    shape = cut.shape if dist.get_rank() == cut.home else (0, *cut.shape[1:])
+    return torch.empty(shape, dtype=param.dtype, device=param.device)
