@@ -212,13 +212,13 @@ class GroupField:
     name: str
     is_flag: bool
     is_count: bool
+    is_list: bool  # rows of numbers
     readers: list[str] | None  # constants of enum offload_algorithm; None: all
 
 
-
-
 class Algorithms:
-    def __init__(self, text):
+    def __init__(self, text, header):
+        self.lists = [field.name for field in header.struct("offload_group_t").fields if field.type.lengths]
         kinds = table(text, "StoredKind kStoredKinds")
         self.kind_names = dict(re.findall(r'\{(\w+), "(\w+)"', kinds))
         if len(self.kind_names) != kinds.count("{"):
@@ -244,14 +244,14 @@ class Algorithms:
             raise ValueError(f"a row of kAlgorithms is not understood: {text!r}")
         return row
 
-    @staticmethod
-    def field(row):
+    def field(self, row):
         match = re.fullmatch(r'\{"(\w+)", ?&offload_group_t::(\w+), ?(\{?)(.*?),?\}', row)
         if match is None or match[1] != match[2]:
             raise ValueError(f"a row of kGroupFields is not understood: {row!r}")
         readers = None if "kAllAlgorithms" in match[4] else re.findall(r"OFFLOAD_\w+", match[4])
         is_count = re.search(r", k\w+Most$", match[4]) is not None  # behind the readers of a flag
-        return GroupField(match[1], match[3] == "" and not is_count, is_count, readers)
+        is_list = match[1] in self.lists
+        return GroupField(match[1], match[3] == "" and not is_count and not is_list, is_count, is_list, readers)
 
     def read_by(self, row):
         """The names of the fields of a group that an algorithm reads."""
@@ -562,10 +562,18 @@ pub struct Group {
 RUST_GROUP_ALGORITHM = "None: that of the optimizer. set_group cannot change it."
 
 
+def rust_type_of(field, lengths):
+    if field.is_list:
+        rows, columns = lengths
+        return f"[[f64; {columns}]; {rows}]"
+    return "bool" if field.is_flag else "i32" if field.is_count else "f64"
+
+
 def rust_group(header, algorithms):
     """The struct of the hyperparameters in the safe crate: numbers, and flags as bool."""
     struct = header.struct("offload_group_t")
     comments = {field.name: field.comment for field in struct.said}
+    lengths = {field.name: field.type.lengths for field in struct.said}
     own = comments.pop("algorithm")  # not a hyperparameter: it chooses which there are
     if comments.keys() != {field.name for field in algorithms.fields}:
         raise ValueError("offload_group_t and kGroupFields have other fields")
@@ -575,7 +583,7 @@ def rust_group(header, algorithms):
     for field in algorithms.fields:
         name = field.name
         text += rust_doc(comments[name], "    ")
-        text += f"    pub {name}: {'bool' if field.is_flag else 'i32' if field.is_count else 'f64'},\n"
+        text += f"    pub {name}: {rust_type_of(field, lengths[name])},\n"
         value = f"i32::from(self.{name})" if field.is_flag else f"self.{name}"
         values += f"            {name}: {value},\n"
     text += "}\n\nimpl Group {\n    pub(crate) fn raw(&self) -> sys::offload_group_t {\n"
@@ -819,7 +827,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail if a file is not up to date")
     check = parser.parse_args().check
-    header, algorithms = Header(HEADER.read_text()), Algorithms(ALGORITHMS.read_text())
+    header = Header(HEADER.read_text())
+    algorithms = Algorithms(ALGORITHMS.read_text(), header)
     for path, text in outputs(header, algorithms).items():
         if not check:
             path.write_text(text)

@@ -433,12 +433,16 @@ typedef struct offload_optimizer_options {
 /* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion and
  * Signum their papers', with decoupled weight decay).
  * Here zero means zero, not a default, except in algorithm and the fields ns_*. A field that the
- * group's algorithm does not use must be zero. All numbers are finite and, but for ns_a, ns_b and
- * ns_c, not negative; nesterov, maximize and cautious_weight_decay are 0 or 1.
+ * group's algorithm does not use must be zero. All numbers are finite and, but for ns_coefficients,
+ * not negative; nesterov, maximize and cautious_weight_decay are 0 or 1.
  *
  * Muon updates whole matrices: params of such a group need shards of whole ones, of a tensor with
  * two dimensions (rows, cols) or three (a stack); others belong in another group. On CUDA only the
- * device updates an optimizer that has them (docs/NUMERICS.md); without cuBLASLt: UNSUPPORTED. */
+ * device updates an optimizer that has them (docs/NUMERICS.md); without cuBLASLt: UNSUPPORTED.
+ *
+ * A step of Newton-Schulz is X = a X + (b X X' + c (X X')^2) X. ns_steps must not be smaller than
+ * the list of ns_coefficients. The list is part of the struct, not behind a pointer, so that a
+ * group is one value, which queued steps keep; published lists have at most 10 rows. */
 typedef struct offload_group {
   uint32_t struct_size;
   int32_t nesterov;              /* SGD, Muon; needs momentum > 0 and dampening 0 */
@@ -458,12 +462,11 @@ typedef struct offload_group {
   int32_t algorithm; /* enum offload_algorithm; 0 = that of the options. offload_optimizer_set_group
                         cannot change it */
   int32_t ns_steps;  /* Muon; steps of Newton-Schulz, at most 99; 0 = 5 */
-  double ns_a;       /* Muon; the coefficients of a step, finite, of either sign; all three 0 =
-                        3.4445, -4.775, 2.0315 */
-  double ns_b;       /* Muon; as ns_a */
-  double ns_c;       /* Muon; as ns_a */
   double update_rms; /* Muon; if it is 0, a matrix has lr * max(1, rows / cols)^0.5; else lr *
                         update_rms * max(rows, cols)^0.5, where 0.2 fits the lr of AdamW */
+  double ns_coefficients[10][3]; /* Muon; a, b and c of each step of Newton-Schulz, of either sign;
+                                    a row of zeros ends the list; no row = 3.4445, -4.775, 2.0315;
+                                    steps behind the list use its last row */
 } offload_group_t;
 
 enum offload_param_flag {
@@ -491,6 +494,16 @@ typedef struct offload_shard {
   uint64_t range_count;        /* elements; must equal the param's count */
 } offload_shard_t;
 
+/* Muon updates each part of a fused matrix as a matrix of its own if split_rows says how many rows
+ * each part has. If the numbers add up to fewer rows than the matrix has, which must be a multiple
+ * of their sum, the list is repeated, and a part has its rows of each repetition:
+ *
+ *   gate and up, h rows each            {h, h}
+ *   q, k and v behind each other        {rows of q, rows of k, rows of v}
+ *   q, k and v of each group in turn    {rows of q, of k, of v in one group}
+ *   each head by itself                 {d, d, ...}, as many as there are heads
+ *
+ * State has the same layout with and without it, and checkpoints do not have the list. */
 typedef struct offload_param {
   uint32_t struct_size;
   uint32_t group;     /* the id that offload_optimizer_add_group returned */
@@ -503,11 +516,12 @@ typedef struct offload_param {
   const void* grad; /* device address of count elements, or NULL: there is no gradient yet */
   uint64_t count;   /* elements of this shard */
   const offload_shard_t* shard; /* NULL = the whole of a one-dimensional tensor */
-  int32_t chunk_order; /* the pipeline takes params with a lower chunk_order first, and params with
-                          the same one (the default for all) in registration order; if the host
-                          holds some gradients, each executor first takes those that are near it.
-                          It changes no bit */
-  uint32_t reserved;   /* 0 */
+  int32_t chunk_order;  /* the pipeline takes params with a lower chunk_order first, and params with
+                           the same one (the default for all) in registration order; if the host
+                           holds some gradients, each executor first takes those that are near it.
+                           It changes no bit */
+  uint32_t split_count; /* Muon; elements of split_rows; 0 = no matrix is split */
+  const uint64_t* split_rows; /* [split_count], Muon: see above. The library copies the list */
 } offload_param_t;
 
 typedef struct offload_binding {

@@ -102,15 +102,26 @@ std::string TextOf(const Reader& reader) {
   return out.str();
 }
 
+Json JsonOfRows(const double (&list)[hybridopt::kNsListMost][3]) {
+  Json rows = Json::array();
+  for (int32_t i = 0; i < hybridopt::RowsOf(list); ++i)
+    rows.push_back({list[i][0], list[i][1], list[i][2]});
+  return rows;
+}
+
 Json JsonOf(const offload_group_t& group) {
   Json object;
   if (group.algorithm != 0) object["algorithm"] = AlgorithmOf(group.algorithm)->name;
   for (const hybridopt::GroupField& field : hybridopt::kGroupFields) {
-    if (!hybridopt::IsInEveryManifest(field) && field.In(group) == 0) continue;
-    if (field.number != nullptr)
+    if (!hybridopt::IsInEveryManifest(field) && field.IsZero(group)) continue;
+    if (field.list != nullptr)
+      object[field.name] = JsonOfRows(group.*field.list);
+    else if (field.number != nullptr)
       object[field.name] = group.*field.number;
-    else
+    else if (field.is_flag())
       object[field.name] = group.*field.flag != 0;
+    else
+      object[field.name] = group.*field.flag;
   }
   return object;
 }

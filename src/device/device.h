@@ -33,6 +33,7 @@ struct DeviceUpdate {
   StateFormats formats = {};
   NotedBits noted = {};                   // at a device address; of the span's first element
   MatrixShape matrix = {};                // in a launch of matrices: the span's
+  RowRuns runs = {};                      // the same; only after CheckRowRuns
   std::span<const NsStep> ns_steps = {};  // the same
 
   SpanTypes types() const { return {grad_dtype, param_dtype, formats}; }
@@ -207,6 +208,14 @@ class Device {
   // workers do: then only the device may update them. "" if the bits are those of the workers. Not
   // before CheckMatrices.
   virtual std::string matrix_products() const { return {}; }
+  // UNSUPPORTED, with the way out, if this device cannot update parts of matrices whose rows do not
+  // follow each other.
+  virtual Status CheckRowRuns() const {
+    return Status::Error(OFFLOAD_UNSUPPORTED,
+                         "this device updates parts of matrices only if the rows of each follow "
+                         "each other; give split_rows that add up to all rows, or register each "
+                         "part as a param of its own");
+  }
   // The bytes of UpdateLaunch::workspace for a matrix.
   virtual uint64_t MatrixWorkspaceBytes(const MatrixShape& shape) const = 0;
   // To be called once for each shape before UpdateMatrices, and before a stream waits for a flag:

@@ -213,7 +213,8 @@ Status SimExecutor::Apply(const sim::UpdateMatrices& update) const {
   HYBRIDOPT_ASSIGN(const Verdict* verdict, Locate("verdict", launch.verdict, 1));
   for (const DeviceUpdate& one : launch.updates) {
     HYBRIDOPT_CHECK(one.coefficients < launch.coefficients.size());
-    HYBRIDOPT_CHECK(one.span.count == one.matrix.count() && one.span.count > 0);
+    HYBRIDOPT_CHECK(one.span.count > 0 &&
+                    one.span.count == MatrixPart({0, one.matrix, one.runs}).extent());
     HYBRIDOPT_TRY(LocateSpan(one).status());
     HYBRIDOPT_TRY(LocateNoted(one).status());
     HYBRIDOPT_TRY(LocateWorkspace(launch, one.matrix).status());
@@ -226,6 +227,7 @@ Status SimExecutor::Apply(const sim::UpdateMatrices& update) const {
     HYBRIDOPT_ASSIGN(matrix.workspace, LocateWorkspace(launch, one.matrix));
     matrix.types = one.types();
     matrix.shape = one.matrix;
+    matrix.runs = one.runs;
     matrix.coefficients = launch.coefficients[one.coefficients];
     matrix.coefficients.grad_factor *= verdict->grad_factor;
     matrix.steps = one.ns_steps;

@@ -63,12 +63,21 @@ struct Readers {
 using GroupNumber = double offload_group_t::*;
 using GroupFlag = int32_t offload_group_t::*;
 
-// A hyperparameter of a group: a number, or an integer from 0 to `most`, which is a flag if `most`
-// is 1. If an algorithm does not read the field, the field must be 0.
+// Steps of Newton-Schulz, and how many of them may have coefficients of their own.
+inline constexpr int32_t kNsStepsMost = 99;
+inline constexpr int32_t kNsStepsDefault = 5;
+inline constexpr int32_t kNsListMost = 10;
+
+// Lists of three numbers; a row of zeros ends one.
+using GroupList = double (offload_group_t::*)[kNsListMost][3];
+
+// A hyperparameter of a group: a number, a list, or an integer from 0 to `most`, which is a flag if
+// `most` is 1. If an algorithm does not read the field, the field must be 0.
 struct GroupField {
   const char* name;  // in errors, in checkpoints and in the bindings
   GroupNumber number = nullptr;
   GroupFlag flag = nullptr;
+  GroupList list = nullptr;
   int32_t most = 1;  // of a flag
   Readers readers[2] = {};
 
@@ -76,10 +85,20 @@ struct GroupField {
       : name(name), number(number), readers{first, second} {}
   constexpr GroupField(const char* name, GroupFlag flag, uint32_t algorithms, int32_t most = 1)
       : name(name), flag(flag), most(most), readers{{algorithms}} {}
+  constexpr GroupField(const char* name, GroupList list, uint32_t algorithms)
+      : name(name), list(list), readers{{algorithms, kFinite}} {}
 
   constexpr bool is_flag() const { return flag != nullptr && most == 1; }
+  // Of a field that is no list.
   constexpr double In(const offload_group_t& group) const {
     return number != nullptr ? group.*number : group.*flag;
+  }
+  constexpr bool IsZero(const offload_group_t& group) const {
+    if (list == nullptr) return In(group) == 0;
+    for (const auto& row : group.*list)
+      for (const double value : row)
+        if (value != 0) return false;
+    return true;
   }
   // The readers and range for an algorithm; NULL if the algorithm does not read the field.
   constexpr const Readers* ReadersOf(int32_t algorithm) const {
@@ -88,10 +107,6 @@ struct GroupField {
     return nullptr;
   }
 };
-
-// Steps of Newton-Schulz.
-inline constexpr int32_t kNsStepsMost = 99;
-inline constexpr int32_t kNsStepsDefault = 5;
 
 // In the order of a checkpoint's manifest.
 inline constexpr GroupField kGroupFields[] = {
@@ -119,11 +134,20 @@ inline constexpr GroupField kGroupFields[] = {
     {"maximize", &offload_group_t::maximize, kAllAlgorithms},
     {"cautious_weight_decay", &offload_group_t::cautious_weight_decay, Of(OFFLOAD_ADAMW)},
     {"ns_steps", &offload_group_t::ns_steps, Of(OFFLOAD_MUON), kNsStepsMost},
-    {"ns_a", &offload_group_t::ns_a, {Of(OFFLOAD_MUON), kFinite}},
-    {"ns_b", &offload_group_t::ns_b, {Of(OFFLOAD_MUON), kFinite}},
-    {"ns_c", &offload_group_t::ns_c, {Of(OFFLOAD_MUON), kFinite}},
     {"update_rms", &offload_group_t::update_rms, {Of(OFFLOAD_MUON)}},
+    {"ns_coefficients", &offload_group_t::ns_coefficients, Of(OFFLOAD_MUON)},
 };
+
+// The rows of a list before the row of zeros that ends it.
+constexpr int32_t RowsOf(const double (&list)[kNsListMost][3]) {
+  int32_t rows = 0;
+  while (rows < kNsListMost && (list[rows][0] != 0 || list[rows][1] != 0 || list[rows][2] != 0))
+    ++rows;
+  return rows;
+}
+constexpr int32_t NsStepsOf(const offload_group_t& group) {
+  return group.ns_steps != 0 ? group.ns_steps : kNsStepsDefault;
+}
 
 // Version 1 of the checkpoint format began with the first 11 fields; every manifest has them. A
 // manifest has a later field only for groups in which it is not 0, so that releases that do not

@@ -123,9 +123,9 @@ Result<offload_plan_t> Optimizer::Plan() const {
 Result<StateShape> Optimizer::MakeShape() const {
   StateShape shape = MakeStateShape(table_, ShapeOptionsOf(options_, context_->device()));
   for (const ParamShape& param : shape.params)
-    if (param.is_of_matrices())
-      shape.device_matrix_bytes = std::max(shape.device_matrix_bytes,
-                                           context_->device().MatrixWorkspaceBytes(param.matrix));
+    for (const MatrixPart& part : param.parts)
+      shape.device_matrix_bytes =
+          std::max(shape.device_matrix_bytes, context_->device().MatrixWorkspaceBytes(part.shape));
   if (shape.matrices > 0 && !context_->device().matrix_products().empty()) {
     HYBRIDOPT_TRY(CheckNoCpuUpdates(options_, context_->device()));
     shape.options.cpu_updates = false;
@@ -240,9 +240,10 @@ Status Optimizer::PrepareMatrices(Committed& committed) {
   const Lanes& lanes = *committed.lanes;
   std::set<std::pair<uint64_t, uint64_t>> known;
   for (const ParamShape& param : committed.shape.params)
-    if (param.is_of_matrices() && known.insert({param.matrix.rows, param.matrix.cols}).second)
-      HYBRIDOPT_TRY(
-          context_->device().PrepareMatrices(lanes.compute, param.matrix, lanes.matrix_workspace));
+    for (const MatrixPart& part : param.parts)
+      if (known.insert({part.shape.rows, part.shape.cols}).second)
+        HYBRIDOPT_TRY(
+            context_->device().PrepareMatrices(lanes.compute, part.shape, lanes.matrix_workspace));
   return {};
 }
 

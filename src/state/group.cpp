@@ -27,10 +27,40 @@ Status CheckNumber(const char* name, double value, NumberRange range) {
                        value, above_zero ? "above 0" : "at least 0");
 }
 
+// Each number must be finite, and nothing may stand behind the row of zeros that ends the list.
+Status CheckList(const char* name, const double (&list)[kNsListMost][3], int32_t steps) {
+  const int32_t rows = RowsOf(list);
+  for (int32_t i = 0; i < kNsListMost; ++i)
+    for (int32_t j = 0; j < 3; ++j) {
+      const double value = list[i][j];
+      if (!std::isfinite(static_cast<float>(value)))
+        return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                             "group.%s[%d][%d] is %g, expected a number that is finite in fp32",
+                             name, i, j, value);
+      if (i > rows && value != 0)
+        return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                             "group.%s[%d][%d] is %g, but row %d is zeros, which ends the list; "
+                             "leave out no row",
+                             name, i, j, value, rows);
+    }
+  if (rows <= steps) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "group.%s has %d rows, but group.ns_steps is %d; set ns_steps to at least "
+                       "%d, or leave out rows",
+                       name, rows, steps, rows);
+}
+
 Status CheckField(const Algorithm& algorithm, const offload_group_t& group,
                   const GroupField& field) {
-  const double value = field.In(group);
   const Readers* readers = field.ReadersOf(algorithm.value);
+  if (field.list != nullptr) {
+    if (readers != nullptr) return CheckList(field.name, group.*field.list, NsStepsOf(group));
+    if (field.IsZero(group)) return {};
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "group.%s is not zero, but %s does not use it; leave it 0", field.name,
+                         algorithm.name);
+  }
+  const double value = field.In(group);
   if (readers == nullptr && value != 0)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "group.%s is %g, but %s does not use it; leave it 0", field.name, value,

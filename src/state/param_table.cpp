@@ -49,6 +49,39 @@ Result<MatrixShape> MatrixOf(const Shard& shard) {
                        static_cast<unsigned long long>(matrix.cols));
 }
 
+// The parts of a matrix by the list of the caller, which is repeated until it has all rows.
+Result<std::vector<MatrixPart>> PartsOf(const MatrixShape& matrix, const uint64_t* split_rows,
+                                        uint32_t count) {
+  if (count == 0) return std::vector<MatrixPart>{{0, matrix, {}}};
+  if (split_rows == nullptr)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "split_rows is NULL, but split_count is %u; give the rows of each part",
+                         count);
+  uint64_t sum = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    const auto rows = static_cast<unsigned long long>(split_rows[i]);
+    if (rows == 0 || rows > kMaxParamElements)
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "split_rows[%u] is %llu, expected a number of rows, 1 to 2^44", i, rows);
+    sum += split_rows[i];
+  }
+  if (matrix.rows % sum != 0)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "split_rows add up to %llu, but the matrix has %llu rows, expected a "
+                         "multiple of the sum",
+                         static_cast<unsigned long long>(sum),
+                         static_cast<unsigned long long>(matrix.rows));
+  const uint64_t repetitions = matrix.rows / sum;
+  std::vector<MatrixPart> parts;
+  uint64_t first_row = 0;
+  for (const uint64_t rows : std::span(split_rows, count)) {
+    const RowRuns runs = repetitions == 1 || sum == rows ? RowRuns{} : RowRuns{rows, sum};
+    parts.push_back({first_row, {rows * repetitions, matrix.cols}, runs});
+    first_row += rows;
+  }
+  return parts;
+}
+
 // Puts "what[index] 'name': " before an error's text.
 Status InContext(const Status& status, const char* what, size_t index, const char* name) {
   return Status::Error(status.code(), "%s[%zu] '%.200s': %s", what, index, name,
@@ -156,6 +189,16 @@ Status ParamTable::AddOne(const ParamInput& input) {
   }
   if (IsOfMatrices(param.algorithm)) {
     HYBRIDOPT_ASSIGN(param.matrix, MatrixOf(param.shard));
+    HYBRIDOPT_ASSIGN(param.parts, PartsOf(param.matrix, source.split_rows, source.split_count));
+    for (const MatrixPart& part : param.parts) {
+      if (part.runs.rows != 0) HYBRIDOPT_TRY(device_.CheckRowRuns());
+    }
+  } else if (source.split_count != 0) {
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT,
+        "split_count is %u, but the algorithm of its group is %s, which updates no "
+        "matrices; leave it 0",
+        source.split_count, AlgorithmOf(param.algorithm)->name);
   }
   const uint32_t id = size();
   addresses_.push_back({nullptr, nullptr});
@@ -202,8 +245,6 @@ Status ParamTable::CheckParam(const offload_param_t& param) const {
                          "placement is %d, expected OFFLOAD_PLACE_AUTO (0), _HOST (1) or "
                          "_DEVICE (2)",
                          param.placement);
-  if (param.reserved != 0)
-    return Status::Error(OFFLOAD_UNSUPPORTED, "reserved is %u, expected 0", param.reserved);
   if ((param.flags & ~uint32_t{OFFLOAD_PARAM_REPLICA}) != 0)
     return Status::Error(OFFLOAD_UNSUPPORTED, "flags is 0x%x, known is 0x%x", param.flags,
                          OFFLOAD_PARAM_REPLICA);

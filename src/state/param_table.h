@@ -38,6 +38,7 @@ struct Param {
   uint64_t count;
   Shard shard;
   MatrixShape matrix;  // of each of its matrices; 0 x 0 if its elements are updated one by one
+  std::vector<MatrixPart> parts;  // of each matrix: what is updated as a matrix of its own
 };
 
 // An offload_param_t with the shard it points to, both brought to this release's size.

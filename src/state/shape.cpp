@@ -75,6 +75,17 @@ Unit UnitOfParam(const Param& param, const ParamShape& shaped) {
   return UnitOf(param.shard, param.count, elements);
 }
 
+void AddMatrices(const Param& param, StateShape& shape, ParamShape& shaped) {
+  if (param.count > 0 && param.matrix.count() > 0) {
+    shaped.matrix = param.matrix;
+    shaped.parts = param.parts;
+    shape.matrices += param.count / param.matrix.count() * param.parts.size();
+  }
+  shape.coefficients += std::max<uint64_t>(shaped.parts.size(), 1);
+  for (const MatrixPart& part : shaped.parts)
+    shape.host_matrix_bytes = std::max(shape.host_matrix_bytes, NewtonSchulzBytes(part.shape));
+}
+
 void LayOutRegion(const ParamTable& table, Tier tier, StateSlot slot, StateShape& shape) {
   uint64_t& bytes = shape.region_bytes[tier][slot];
   for (uint32_t id : shape.region_order) {
@@ -172,11 +183,7 @@ StateShape MakeStateShape(const ParamTable& table, const ShapeOptions& options) 
     shaped.first_change_word = shape.change_words;
     if (options.tracks_changes) shape.change_words += NotedWords(param.count);
     ChooseFormats(param, options, shape, shaped);
-    if (param.count > 0) shaped.matrix = param.matrix;
-    if (shaped.is_of_matrices()) {
-      shape.matrices += param.count / param.matrix.count();
-      shape.host_matrix_bytes = std::max(shape.host_matrix_bytes, NewtonSchulzBytes(param.matrix));
-    }
+    AddMatrices(param, shape, shaped);
     shaped.unit = UnitOfParam(param, shaped);
     shape.largest_unit = std::max(shape.largest_unit, std::min(shaped.unit.elements, param.count));
   }

@@ -101,8 +101,9 @@ inline uint64_t BytesBefore(const FormatRow& row, const Unit& unit, uint64_t ele
 
 struct ParamShape {
   Unit unit;
-  MatrixShape matrix;  // of each of its matrices; 0 x 0: it is updated by elements
-  Rule rule;           // the rule of its group at commit, which decides the moments
+  MatrixShape matrix;             // of each of its matrices; 0 x 0: it is updated by elements
+  std::vector<MatrixPart> parts;  // of each matrix, at least one; none if there is no matrix
+  Rule rule;                      // the rule of its group at commit, which decides the moments
   std::array<Format, kStateSlots> format;  // the format of each slot that the param has
   // Whether a tier has an array for the slot, and at which byte of the region its element 0 is. An
   // fp32 param is its own master on the tier where the param is: on the device, and on the host if
@@ -158,8 +159,10 @@ struct StateShape {
   uint64_t swap_params_bytes = 0;
   uint64_t swap_grads_bytes = 0;
   uint64_t change_words = 0;  // 0: changes are not tracked
-  uint64_t matrices = 0;      // in all params
-  // Memory for the update of the largest matrix: on the host, and for each stream of the device.
+  uint64_t matrices = 0;      // that are updated by themselves: all parts in all params
+  // At most so many sets of coefficients has a step: one for each param, or for each of its parts.
+  uint64_t coefficients = 0;
+  // Memory for the update of the largest of them: on the host, and for each stream of the device.
   uint64_t host_matrix_bytes = 0;
   uint64_t device_matrix_bytes = 0;
 

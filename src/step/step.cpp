@@ -31,7 +31,7 @@ StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t ro
       work_(context.workers().threads()) {
   for (const Param& param : table_.params())
     has_replicas_ = has_replicas_ || (param.flags & OFFLOAD_PARAM_REPLICA) != 0;
-  host_coefficients_.reserve(table_.size());
+  host_coefficients_.reserve(parts.shape.coefficients);
   norm_inputs_.reserve(table_.size());
   queue_.UseChunks(plan_.chunk_count());
 }
@@ -50,10 +50,12 @@ void StepPipeline::UseChunks() {
 }
 
 uint64_t StepPipeline::ScratchBytes(const ParamTable& table, const StateShape& shape) {
-  const uint64_t per_param = sizeof(Coefficients) + sizeof(NormInput) + sizeof(ParamShape) +
+  const uint64_t per_param = sizeof(NormInput) + sizeof(ParamShape) +
                              2 * sizeof(uint64_t) +  // step count, device count
                              kMaxQueuedSteps * (sizeof(Addresses) + sizeof(HostGrad));
-  return table.size() * per_param + StepPlan::Bytes(table, shape) + DeviceExecutor::Bytes(shape) +
+  return table.size() * per_param +
+         shape.coefficients * (sizeof(Coefficients) + sizeof(MatrixPart)) +
+         StepPlan::Bytes(table, shape) + DeviceExecutor::Bytes(shape) +
          StreamedExecutor::Bytes(shape) + ChunkUpdater::Bytes(shape) +
          EarlyUpdates::Bytes(table, shape) + ChunkTable::BytesMax(shape) +
          ChunkQueue::Bytes(ChunksMost(shape)) + shape.norm_blocks * sizeof(double) +

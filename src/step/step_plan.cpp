@@ -10,14 +10,12 @@ namespace {
 constexpr uint32_t kNoCoefficients = UINT32_MAX;                   // a memo without coefficients
 constexpr uint64_t kNsStepsBytes = kNsStepsMost * sizeof(NsStep);  // of a group
 
-uint32_t NsStepCount(const offload_group_t& group) {
-  return static_cast<uint32_t>(group.ns_steps != 0 ? group.ns_steps : kNsStepsDefault);
-}
-
-NsStep NsStepOf(const offload_group_t& group) {
-  if (group.ns_a == 0 && group.ns_b == 0 && group.ns_c == 0) return kNsDefault;
-  return {static_cast<float>(group.ns_a), static_cast<float>(group.ns_b),
-          static_cast<float>(group.ns_c)};
+// The coefficients of step i: the last row of the list is that of all later steps.
+NsStep NsStepAt(const offload_group_t& group, int32_t i) {
+  const int32_t rows = RowsOf(group.ns_coefficients);
+  if (rows == 0) return kNsDefault;
+  const double(&row)[3] = group.ns_coefficients[std::min(i, rows - 1)];
+  return {static_cast<float>(row[0]), static_cast<float>(row[1]), static_cast<float>(row[2])};
 }
 
 }  // namespace
@@ -33,14 +31,14 @@ StepPlan::StepPlan(const ParamTable& table, const StateShape& shape, const Resid
       params_(table.size()),
       memos_(table.groups().size()),
       ns_steps_(shape.matrices > 0 ? table.groups().size() * kNsStepsMost : 0) {
-  coefficients_.reserve(table.size());  // every param may need coefficients of its own
+  coefficients_.reserve(shape.coefficients);
   UseChunks();
 }
 
 uint64_t StepPlan::Bytes(const ParamTable& table, const StateShape& shape) {
   const uint64_t chunks = ChunksMost(shape);
-  return table.size() * (sizeof(StepParam) + sizeof(Coefficients) + sizeof(uint64_t)) +
-         3 * chunks * sizeof(uint64_t) +
+  return table.size() * (sizeof(StepParam) + sizeof(uint64_t)) +
+         shape.coefficients * sizeof(Coefficients) + 3 * chunks * sizeof(uint64_t) +
          table.groups().size() * (sizeof(Memo) + (shape.matrices > 0 ? kNsStepsBytes : 0));
 }
 
@@ -75,8 +73,8 @@ void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
     step_param.rule = RuleOfStep(group.algorithm, shaped.rule, group);
     step_param.ns_steps = {};
     if (shaped.is_of_matrices())
-      step_param.ns_steps =
-          std::span(ns_steps_).subspan(param.group * kNsStepsMost, NsStepCount(group));
+      step_param.ns_steps = std::span(ns_steps_).subspan(param.group * kNsStepsMost,
+                                                         static_cast<size_t>(NsStepsOf(group)));
     step_param.rounding = {};
     if (shaped.stripe_count > 0)
       step_param.rounding = StochasticRounding(rounding_seed_, param.name_hash, step);
@@ -87,15 +85,19 @@ void StepPlan::Make(const StepRequest& request, const StepCounts& step_counts) {
 
 void StepPlan::FillNsSteps(std::span<const offload_group_t> groups) {
   if (ns_steps_.empty()) return;
-  for (size_t i = 0; i < groups.size(); ++i)
-    std::fill_n(&ns_steps_[i * kNsStepsMost], kNsStepsMost, NsStepOf(groups[i]));
+  for (size_t id = 0; id < groups.size(); ++id)
+    for (int32_t i = 0; i < NsStepsOf(groups[id]); ++i)
+      ns_steps_[id * kNsStepsMost + static_cast<size_t>(i)] = NsStepAt(groups[id], i);
 }
 
 uint32_t StepPlan::CoefficientsFor(const offload_group_t& group, uint32_t id, uint64_t step) {
-  if (const MatrixShape& matrix = shape_.params[id].matrix; matrix.count() > 0) {
-    coefficients_.push_back(MakeCoefficients(group.algorithm, group, step));
-    FitToMatrix(group, matrix.rows, matrix.cols, coefficients_.back());
-    return static_cast<uint32_t>(coefficients_.size() - 1);
+  if (const auto& parts = shape_.params[id].parts; !parts.empty()) {
+    const auto first = static_cast<uint32_t>(coefficients_.size());
+    for (const MatrixPart& part : parts) {
+      coefficients_.push_back(MakeCoefficients(group.algorithm, group, step));
+      FitToMatrix(group, part.shape.rows, part.shape.cols, coefficients_.back());
+    }
+    return first;
   }
   // Usually the params of a group have the same step count, so their coefficients are computed
   // once.

@@ -41,7 +41,7 @@ struct StepParam {
   const std::byte* host_grad;  // the gradient if the host holds it, else NULL
   int32_t grad_dtype;          // the dtype in which it is stored there
   Rule rule;                   // the rule of the update
-  uint32_t coefficients;       // index into coefficients()
+  uint32_t coefficients;       // index into coefficients(); of matrices: that of the first part
   bool active;                 // it has a gradient and elements, so the step updates it
   Rounding rounding;
   std::span<const NsStep> ns_steps;  // of a param of matrices

@@ -104,7 +104,7 @@ static const pin_t pins[] = {
     FIELD(offload_optimizer_options_t, reserved2, 100, 4),
     FIELD(offload_optimizer_options_t, save_buffer_bytes, 104, 8),
 
-    STRUCT(offload_group_t, 128),
+    STRUCT(offload_group_t, 344),
     FIELD(offload_group_t, struct_size, 0, 4),
     FIELD(offload_group_t, nesterov, 4, 4),
     FIELD(offload_group_t, maximize, 8, 4),
@@ -120,10 +120,8 @@ static const pin_t pins[] = {
     FIELD(offload_group_t, initial_accumulator_value, 80, 8),
     FIELD(offload_group_t, algorithm, 88, 4),
     FIELD(offload_group_t, ns_steps, 92, 4),
-    FIELD(offload_group_t, ns_a, 96, 8),
-    FIELD(offload_group_t, ns_b, 104, 8),
-    FIELD(offload_group_t, ns_c, 112, 8),
-    FIELD(offload_group_t, update_rms, 120, 8),
+    FIELD(offload_group_t, update_rms, 96, 8),
+    FIELD(offload_group_t, ns_coefficients, 104, 240),
 
     STRUCT(offload_shard_t, 56),
     FIELD(offload_shard_t, struct_size, 0, 4),
@@ -136,7 +134,7 @@ static const pin_t pins[] = {
     FIELD(offload_shard_t, range_begin, 40, 8),
     FIELD(offload_shard_t, range_count, 48, 8),
 
-    STRUCT(offload_param_t, 72),
+    STRUCT(offload_param_t, 80),
     FIELD(offload_param_t, struct_size, 0, 4),
     FIELD(offload_param_t, group, 4, 4),
     FIELD(offload_param_t, dtype, 8, 4),
@@ -149,7 +147,8 @@ static const pin_t pins[] = {
     FIELD(offload_param_t, count, 48, 8),
     FIELD(offload_param_t, shard, 56, 8),
     FIELD(offload_param_t, chunk_order, 64, 4),
-    FIELD(offload_param_t, reserved, 68, 4),
+    FIELD(offload_param_t, split_count, 68, 4),
+    FIELD(offload_param_t, split_rows, 72, 8),
 
     STRUCT(offload_binding_t, 24),
     FIELD(offload_binding_t, struct_size, 0, 4),

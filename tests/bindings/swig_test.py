@@ -250,7 +250,15 @@ def test_structs_are_sized():
         assert kind().struct_size > 4, f"{kind.__name__} needs a SIZED in hybridopt_swig.i"
 
 
+def test_arrays_of_a_struct_are_written_in_place():
+    group = h.offload_group_t()
+    rows = [ctypes.cast(int(group.ns_coefficients), ctypes.POINTER(ctypes.c_double * 3)) for _ in range(2)]
+    rows[0][9][2] = -2.5
+    assert rows[1][9][2] == -2.5 and rows[1][0][0] == 0
+
+
 test_structs_are_sized()
+test_arrays_of_a_struct_are_written_in_place()
 test_changes()
 test_errors()
 test_device_and_log()

@@ -6,6 +6,7 @@
 // same at any fraction, chunk and ring.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <functional>
 #include <limits>
 #include <map>
@@ -39,6 +40,11 @@ struct Tensor {
   // The part of the first dimension that this rank has; end 0: all of it.
   int64_t begin = 0;
   int64_t end = 0;
+  std::vector<uint64_t> split_rows = {};
+  // Has these rows of tensor `of`, whose matrix has of_rows; empty: is a tensor of its own.
+  uint32_t of = 0;
+  uint64_t of_rows = 0;
+  std::vector<uint64_t> rows = {};
 
   int64_t first_extent() const { return (end == 0 ? shape[0] : end) - begin; }
   uint64_t row_count() const {  // elements of one index of the first dimension
@@ -47,21 +53,60 @@ struct Tensor {
     return count;
   }
   uint64_t count() const { return static_cast<uint64_t>(first_extent()) * row_count(); }
+  // The rows of each part of its matrices, counted in the matrix.
+  std::vector<std::vector<uint64_t>> PartRows() const {
+    const auto height = static_cast<uint64_t>(shape[shape.size() - 2]);
+    const std::vector<uint64_t> list = split_rows.empty() ? std::vector{height} : split_rows;
+    std::vector<std::vector<uint64_t>> parts(list.size());
+    for (uint64_t row = 0; row < height;)
+      for (size_t part = 0; part < list.size(); ++part)
+        for (uint64_t i = 0; i < list[part]; ++i) parts[part].push_back(row++);
+    return parts;
+  }
 };
+
+// A fused matrix: gate and up, queries, keys and values one after the other, and by groups. CUDA
+// devices update only parts whose rows follow each other.
+std::vector<Tensor> FusedTensors(int32_t dtype, int32_t grad_dtype) {
+  std::vector<Tensor> tensors = {{{24, 16}, dtype, grad_dtype, 0, 0, 0, {12, 12}},
+                                 {{31, 20}, dtype, grad_dtype, 1, 0, 0, {17, 7, 7}},
+                                 {{2, 12, 9}, dtype, grad_dtype, 1, 0, 0, {2, 10}}};
+  if (TestsRunOnCuda()) return tensors;
+  tensors.push_back({{30, 33}, dtype, grad_dtype, 0, 0, 0, {3, 1, 2}});
+  tensors.push_back({{2, 12, 9}, dtype, grad_dtype, 1, 0, 0, {2, 1}});
+  tensors.push_back({{130, 70}, dtype, grad_dtype, 3, 0, 0, {9, 4}});
+  return tensors;
+}
 
 // Matrices that are tall, wide, square, larger than a chunk and much smaller; a stack; none at all.
 // Group 2 is AdamW's.
 std::vector<Tensor> Tensors() {
-  return {{{40, 30}, OFFLOAD_BF16, OFFLOAD_FP32, 0},    {{30, 40}, OFFLOAD_FP32, OFFLOAD_BF16, 0},
-          {{5, 20, 25}, OFFLOAD_BF16, OFFLOAD_BF16, 1}, {{3000}, OFFLOAD_BF16, OFFLOAD_FP32, 2},
-          {{65, 33}, OFFLOAD_FP16, OFFLOAD_FP32, 1},    {{1, 7}, OFFLOAD_FP32, OFFLOAD_FP32, 0},
-          {{64, 64}, OFFLOAD_BF16, OFFLOAD_BF16, 0},    {{77}, OFFLOAD_FP32, OFFLOAD_FP16, 2},
-          {{0, 5}, OFFLOAD_BF16, OFFLOAD_BF16, 0},      {{90, 17}, OFFLOAD_BF16, OFFLOAD_FP16, 1},
-          {{4, 6, 9}, OFFLOAD_FP32, OFFLOAD_FP32, 0}};
+  std::vector<Tensor> tensors = {
+      {{40, 30}, OFFLOAD_BF16, OFFLOAD_FP32, 0},    {{30, 40}, OFFLOAD_FP32, OFFLOAD_BF16, 0},
+      {{5, 20, 25}, OFFLOAD_BF16, OFFLOAD_BF16, 1}, {{3000}, OFFLOAD_BF16, OFFLOAD_FP32, 2},
+      {{65, 33}, OFFLOAD_FP16, OFFLOAD_FP32, 1},    {{1, 7}, OFFLOAD_FP32, OFFLOAD_FP32, 0},
+      {{64, 64}, OFFLOAD_BF16, OFFLOAD_BF16, 0},    {{77}, OFFLOAD_FP32, OFFLOAD_FP16, 2},
+      {{0, 5}, OFFLOAD_BF16, OFFLOAD_BF16, 0},      {{90, 17}, OFFLOAD_BF16, OFFLOAD_FP16, 1},
+      {{4, 6, 9}, OFFLOAD_FP32, OFFLOAD_FP32, 0}};
+  for (const Tensor& fused : FusedTensors(OFFLOAD_BF16, OFFLOAD_FP32)) tensors.push_back(fused);
+  return tensors;
+}
+
+using Triples = std::vector<std::array<double, 3>>;
+
+// Amsel et al., "The Polar Express", 2025, divided by 1.01 as there.
+const Triples kPolarExpress = {{8.2051, -22.9019, 16.4607}, {4.0664, -2.8612, 0.5184},
+                               {3.9096, -2.8234, 0.5250},   {3.2856, -2.4153, 0.4853},
+                               {2.2779, -1.6198, 0.3985},   {1.8726, -1.2307, 0.3585},
+                               {1.8564, -1.2132, 0.3568},   {1.8750, -1.2500, 0.3750}};
+
+void SetCoefficients(offload_group_t& group, const Triples& triples) {
+  for (size_t i = 0; i < triples.size(); ++i)
+    std::copy(triples[i].begin(), triples[i].end(), group.ns_coefficients[i]);
 }
 
 std::vector<offload_group_t> Groups() {
-  std::vector<offload_group_t> groups(3, Make<offload_group_t>());
+  std::vector<offload_group_t> groups(4, Make<offload_group_t>());
   groups[0].lr = 0.02;
   groups[0].weight_decay = 0.1;
   groups[0].momentum = 0.95;
@@ -73,15 +118,16 @@ std::vector<offload_group_t> Groups() {
   groups[1].momentum = 0.4;
   groups[1].update_rms = 0.2;
   groups[1].ns_steps = 3;
-  groups[1].ns_a = 3;
-  groups[1].ns_b = -3.2;
-  groups[1].ns_c = 1.2;
+  SetCoefficients(groups[1], {{3, -3.2, 1.2}, {2.8, -3.1, 1.3}});  // the last one twice
   groups[2].algorithm = OFFLOAD_ADAMW;
   groups[2].lr = 0.01;
   groups[2].weight_decay = 0.1;
   groups[2].beta1 = 0.9;
   groups[2].beta2 = 0.99;
   groups[2].eps = 1e-8;
+  groups[3] = groups[0];
+  groups[3].ns_steps = 8;
+  SetCoefficients(groups[3], kPolarExpress);
   return groups;
 }
 
@@ -200,10 +246,8 @@ class Training {
   // The gradient of a step, as the float64 test needs it.
   std::vector<float> Grad(uint64_t number, uint32_t id) const {
     const Tensor& tensor = tensors_[id];
-    Tensor whole = tensor;
-    whole.begin = whole.end = 0;
-    Random random(1000 * number + id + 1);
-    std::vector<float> values(whole.count());
+    Random random(1000 * number + Source(id) + 1);
+    std::vector<float> values(WholeCount(tensor));
     for (float& value : values) value = random.SignedUnit();
     if (number == kSkipped && id == 2 && !values.empty() && !setting_.assumes_finite)
       values[values.size() / 2] = std::numeric_limits<float>::quiet_NaN();
@@ -239,7 +283,18 @@ class Training {
     context = static_cast<offload_context_t>(Contexts::Instance().Insert(std::move(made)).value());
   }
 
+  uint32_t Source(uint32_t id) const { return tensors_[id].rows.empty() ? id : tensors_[id].of; }
+  static uint64_t WholeCount(Tensor tensor) {
+    if (!tensor.rows.empty()) return tensor.of_rows * tensor.row_count();
+    tensor.begin = tensor.end = 0;
+    return tensor.count();
+  }
   static std::vector<float> Part(const Tensor& tensor, const std::vector<float>& values) {
+    const uint64_t cols = tensor.row_count();
+    std::vector<float> rows;
+    for (const uint64_t row : tensor.rows)
+      for (uint64_t j = 0; j < cols; ++j) rows.push_back(values[row * cols + j]);
+    if (!rows.empty()) return rows;
     const uint64_t first = static_cast<uint64_t>(tensor.begin) * tensor.row_count();
     const auto begin = values.begin() + static_cast<ptrdiff_t>(first);
     return {begin, begin + static_cast<ptrdiff_t>(tensor.count())};
@@ -250,10 +305,8 @@ class Training {
     data_.push_back(nullptr);
     grads_.push_back(nullptr);
     names_.push_back("tensor" + std::to_string(id));
-    Tensor whole = tensor;
-    whole.begin = whole.end = 0;
-    Random random(id + 77);
-    std::vector<float> values(whole.count());
+    Random random(Source(id) + 77);
+    std::vector<float> values(WholeCount(tensor));
     for (float& value : values) value = random.SignedUnit() / 10;
     if (tensor.count() > 0) {
       Upload(&data_[id], Narrowed(Part(tensor, values), tensor.dtype));
@@ -277,6 +330,8 @@ class Training {
     param.grad = grads_[id];
     param.count = tensor.count();
     param.shard = &shard;
+    param.split_count = static_cast<uint32_t>(tensor.split_rows.size());
+    param.split_rows = tensor.split_rows.data();
     EXPECT_OFFLOAD_OK(offload_optimizer_add_params(optimizer, &param, 1, nullptr));
   }
 
@@ -498,20 +553,101 @@ TEST(Muon, AStackThatRanksShareHasTheSameBits) {
   }
 }
 
+// Tensors of which each has one part of a fused matrix.
+std::vector<Tensor> PartsOf(const std::vector<Tensor>& fused) {
+  std::vector<Tensor> parts;
+  for (uint32_t id = 0; id < fused.size(); ++id)
+    for (const std::vector<uint64_t>& rows : fused[id].PartRows()) {
+      Tensor part = fused[id];
+      part.shape = {static_cast<int64_t>(rows.size()), fused[id].shape.back()};
+      part.split_rows = {};
+      part.of = id;
+      part.of_rows = static_cast<uint64_t>(fused[id].shape[0]);
+      part.rows = rows;
+      parts.push_back(part);
+    }
+  return parts;
+}
+
+// Each part of a split matrix has the bits of a param of its own.
+TEST(Muon, PartsOfFusedMatricesAreMatrices) {
+  for (const int32_t device : DevicesUnderTest()) {
+    Setting setting;
+    setting.assumes_finite = true;
+    setting.device = device;
+    setting.device_fraction = device == OFFLOAD_DEVICE_HOST ? 0 : 0.5;
+    std::vector<Tensor> fused = FusedTensors(OFFLOAD_BF16, OFFLOAD_FP32);
+    std::erase_if(fused, [](const Tensor& tensor) { return tensor.shape.size() == 3; });
+    const std::vector<Tensor> parts = PartsOf(fused);
+    Training together(setting, fused), apart(setting, parts);
+    together.Steps(0, 3);
+    apart.Steps(0, 3);
+    for (uint32_t id = 0; id < parts.size(); ++id)
+      for (const int32_t kind : {OFFLOAD_STATE_MASTER, OFFLOAD_STATE_MOMENTUM_BUFFER}) {
+        const std::vector<float> all = together.State(parts[id].of, kind);
+        const auto cols = static_cast<uint64_t>(parts[id].shape[1]);
+        std::vector<float> own;
+        for (const uint64_t row : parts[id].rows)
+          for (uint64_t j = 0; j < cols; ++j) own.push_back(all[row * cols + j]);
+        EXPECT_EQ(own, apart.State(id, kind)) << "part " << id << ", state " << kind;
+      }
+  }
+}
+
 // ------------------------------------------------------------------------------------- float64 --
 
-Matrix MatrixAt(const std::vector<float>& values, uint64_t first, uint64_t rows, uint64_t cols) {
-  Matrix matrix(rows, cols);
-  for (uint64_t i = 0; i < rows * cols; ++i) matrix.at[i] = values[first + i];
+// The rows of a matrix that begins at element `first`.
+Matrix MatrixAt(const std::vector<float>& values, uint64_t first, const std::vector<uint64_t>& rows,
+                uint64_t cols) {
+  Matrix matrix(rows.size(), cols);
+  for (uint64_t i = 0; i < rows.size(); ++i)
+    for (uint64_t j = 0; j < cols; ++j) matrix(i, j) = values[first + rows[i] * cols + j];
   return matrix;
+}
+
+std::vector<NsStep> StepsOf(const offload_group_t& group) {
+  std::vector<NsStep> steps;
+  for (const auto& row : group.ns_coefficients)
+    if (row[0] != 0)
+      steps.push_back(
+          {static_cast<float>(row[0]), static_cast<float>(row[1]), static_cast<float>(row[2])});
+  if (steps.empty()) steps.push_back(kQuintic);
+  steps.resize(static_cast<size_t>(group.ns_steps != 0 ? group.ns_steps : 5), steps.back());
+  return steps;
+}
+
+struct MatrixStates {
+  Matrix grad, momentum, master, new_momentum, new_master;
+};
+
+void ExpectUpdateOfFloat64(const offload_group_t& group, const MatrixStates& states) {
+  const Matrix& grad = states.grad;
+  // torch.optim.Muon's "original" and "match_rms_adamw".
+  const double scale =
+      group.update_rms > 0
+          ? group.update_rms * std::sqrt(static_cast<double>(std::max(grad.rows, grad.cols)))
+          : std::sqrt(
+                std::max(1.0, static_cast<double>(grad.rows) / static_cast<double>(grad.cols)));
+  Matrix momentum = states.momentum, u = momentum, shown = momentum;
+  for (uint64_t i = 0; i < grad.at.size(); ++i) {
+    const double g = group.maximize ? -grad.at[i] : grad.at[i];
+    momentum.at[i] = group.momentum * momentum.at[i] + (1 - group.momentum) * g;
+    u.at[i] = group.nesterov ? (1 - group.momentum) * g + group.momentum * momentum.at[i]
+                             : momentum.at[i];
+    EXPECT_NEAR(states.new_momentum.at[i], momentum.at[i], 1e-6);
+    shown.at[i] =
+        (states.master.at[i] * (1 - group.lr * group.weight_decay) - states.new_master.at[i]) /
+        (group.lr * scale);
+  }
+  EXPECT_LT(RelativeError(shown, NewtonSchulzInDouble(u, StepsOf(group), group.eps)), kBf16Error);
 }
 
 // Steps begin at the library's own state, so that errors of earlier steps do not add up.
 TEST(Muon, UpdatesAreThoseOfFloat64) {
   Setting setting;
   setting.assumes_finite = true;
-  std::vector<Tensor> tensors;
-  for (const uint32_t group : {0u, 1u}) {
+  std::vector<Tensor> tensors = FusedTensors(OFFLOAD_FP32, OFFLOAD_FP32);
+  for (const uint32_t group : {0u, 1u, 3u}) {
     tensors.push_back({{48, 20}, OFFLOAD_FP32, OFFLOAD_FP32, group});
     tensors.push_back({{20, 48}, OFFLOAD_FP32, OFFLOAD_FP32, group});
     tensors.push_back({{3, 24, 24}, OFFLOAD_FP32, OFFLOAD_FP32, group});
@@ -526,39 +662,21 @@ TEST(Muon, UpdatesAreThoseOfFloat64) {
     (void)training.Step(number);
     for (uint32_t id = 0; id < tensors.size(); ++id) {
       SCOPED_TRACE("step " + std::to_string(number) + ", tensor " + std::to_string(id));
-      const offload_group_t group = Groups()[tensors[id].group];
-      const auto rows = static_cast<uint64_t>(tensors[id].shape[tensors[id].shape.size() - 2]);
-      const auto cols = static_cast<uint64_t>(tensors[id].shape.back());
-      // torch.optim.Muon's "original" and "match_rms_adamw".
-      const double scale =
-          group.update_rms > 0
-              ? group.update_rms * std::sqrt(static_cast<double>(std::max(rows, cols)))
-              : std::sqrt(std::max(1.0, static_cast<double>(rows) / static_cast<double>(cols)));
-      NsStep step = kQuintic;
-      if (group.ns_a != 0)
-        step = {static_cast<float>(group.ns_a), static_cast<float>(group.ns_b),
-                static_cast<float>(group.ns_c)};
-      const std::vector<NsStep> steps(group.ns_steps != 0 ? group.ns_steps : 5, step);
       const std::vector<float> grads = training.Grad(number, id);
       const std::vector<float> new_masters = training.State(id, OFFLOAD_STATE_MASTER);
       const std::vector<float> new_momenta = training.State(id, OFFLOAD_STATE_MOMENTUM_BUFFER);
-      for (uint64_t first = 0; first < grads.size(); first += rows * cols) {
-        Matrix momentum = MatrixAt(momenta[id], first, rows, cols), u = momentum;
-        for (uint64_t i = 0; i < rows * cols; ++i) {
-          const double g = group.maximize ? -double{grads[first + i]} : grads[first + i];
-          momentum.at[i] = group.momentum * momentum.at[i] + (1 - group.momentum) * g;
-          u.at[i] = group.nesterov ? (1 - group.momentum) * g + group.momentum * momentum.at[i]
-                                   : momentum.at[i];
-          EXPECT_NEAR(new_momenta[first + i], momentum.at[i], 1e-6);
+      const auto cols = static_cast<uint64_t>(tensors[id].shape.back());
+      const uint64_t count =
+          static_cast<uint64_t>(tensors[id].shape[tensors[id].shape.size() - 2]) * cols;
+      for (uint64_t first = 0; first < grads.size(); first += count)
+        for (const std::vector<uint64_t>& rows : tensors[id].PartRows()) {
+          const auto at = [&](const std::vector<float>& values) {
+            return MatrixAt(values, first, rows, cols);
+          };
+          ExpectUpdateOfFloat64(
+              Groups()[tensors[id].group],
+              {at(grads), at(momenta[id]), at(masters[id]), at(new_momenta), at(new_masters)});
         }
-        const Matrix x = NewtonSchulzInDouble(u, steps, group.eps);
-        Matrix shown(rows, cols);
-        for (uint64_t i = 0; i < rows * cols; ++i)
-          shown.at[i] = (double{masters[id][first + i]} * (1 - group.lr * group.weight_decay) -
-                         new_masters[first + i]) /
-                        (group.lr * scale);
-        EXPECT_LT(RelativeError(shown, x), kBf16Error);
-      }
     }
   }
 }
@@ -718,7 +836,8 @@ TEST(Muon, RingsAreAsLargeAsTheLargestMatrixNeeds) {
 
 int32_t AddParam(offload_optimizer_t optimizer, const std::vector<int64_t>& shape,
                  const std::vector<int64_t>& offset, const std::vector<int64_t>& extent,
-                 const uint64_t* range = nullptr) {
+                 const uint64_t* range = nullptr, const std::vector<uint64_t>& split_rows = {},
+                 uint32_t group = 0) {
   static float data[4096];
   auto shard = Make<offload_shard_t>();
   shard.dimensions = static_cast<uint32_t>(shape.size());
@@ -738,6 +857,9 @@ int32_t AddParam(offload_optimizer_t optimizer, const std::vector<int64_t>& shap
     shard.range_count = param.count = range[1];
   }
   param.shard = shape.empty() ? nullptr : &shard;
+  param.group = group;
+  param.split_count = static_cast<uint32_t>(split_rows.size());
+  param.split_rows = split_rows.data();
   return offload_optimizer_add_params(optimizer, &param, 1, nullptr);
 }
 
@@ -766,6 +888,31 @@ TEST(Muon, WhatIsNoWholeMatrixIsRefused) {
   ExpectError(AddParam(optimizer, {3, 4, 6}, {0, 0, 0}, {3, 4, 6}, kLate), OFFLOAD_UNSUPPORTED,
               {"cuts matrices of 4 x 6"});
   EXPECT_OFFLOAD_OK(AddParam(optimizer, {3, 4, 6}, {0, 0, 0}, {3, 4, 6}, kWhole));
+  ASSERT_OFFLOAD_OK(offload_optimizer_add_group(optimizer, &Groups()[2], &group_id));
+  const auto split = [&](const std::vector<uint64_t>& rows, uint32_t group = 0) {
+    return AddParam(optimizer, {12, 6}, {0, 0}, {12, 6}, nullptr, rows, group);
+  };
+  ExpectError(split({7, 4}), OFFLOAD_INVALID_ARGUMENT,
+              {"split_rows add up to 11", "the matrix has 12 rows", "multiple of the sum"});
+  ExpectError(split({12, 12}), OFFLOAD_INVALID_ARGUMENT, {"split_rows add up to 24"});
+  ExpectError(split({12, 0}), OFFLOAD_INVALID_ARGUMENT, {"split_rows[1] is 0"});
+  ExpectError(split({UINT64_MAX, 13}), OFFLOAD_INVALID_ARGUMENT,
+              {"split_rows[0] is 18446744073709551615"});
+  auto unlisted = Make<offload_param_t>();
+  unlisted.name = "u";
+  unlisted.dtype = unlisted.grad_dtype = OFFLOAD_FP32;
+  unlisted.split_count = 2;
+  auto empty = Make<offload_shard_t>();
+  constexpr int64_t kShape[] = {0, 4}, kOffset[] = {0, 0};
+  empty.dimensions = 2;
+  empty.box_count = 1;
+  empty.global_shape = empty.box_extents = kShape;
+  empty.box_offsets = kOffset;
+  unlisted.shard = &empty;
+  ExpectError(offload_optimizer_add_params(optimizer, &unlisted, 1, nullptr),
+              OFFLOAD_INVALID_ARGUMENT, {"split_rows is NULL, but split_count is 2"});
+  ExpectError(split({6, 6}, group_id), OFFLOAD_INVALID_ARGUMENT,
+              {"split_count is 2", "AdamW", "leave it 0"});
   EXPECT_OFFLOAD_OK(offload_optimizer_destroy(optimizer));
   EXPECT_OFFLOAD_OK(offload_context_destroy(context));
 }

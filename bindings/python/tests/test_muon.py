@@ -6,6 +6,8 @@ import hashlib
 import inspect
 import io
 import math
+import os
+import re
 
 import pytest
 import ranks
@@ -49,6 +51,11 @@ def batch_of(seed):
     return (begin + 5 * torch.arange(9)) % 32
 
 
+def steps_of(count):
+    """More steps in a long run."""
+    return count * round(max(1.0, float(os.environ.get("HYBRIDOPT_TEST_SCALE", "1"))))
+
+
 def matrices(dtype=torch.float32):
     generator = torch.Generator().manual_seed(3)
     return [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
@@ -89,7 +96,8 @@ def in_float64(matrix, gradients, adjust_lr_fn, nesterov, lr, weight_decay, ns_s
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
 def test_updates_are_those_of_torch_as_far_as_products_in_bf16_tell(adjust_lr_fn, nesterov):
-    """Gradients of 20 steps of a model that our Muon trains go to torch's Muon and to its formulas in float64 too. Both
+    """Gradients of 20 steps (200 in a long run) of a model that our Muon trains go to torch's Muon and to its formulas in
+    float64 too. Both
     round products to bf16, so an update may be off by 5 % (docs/NUMERICS.md), and the sum of several by less, because
     their errors differ in sign: 0.5 to 1.4 % here. They round at the same places, so they differ from each other by
     0.1 %, where sums in another order round differently. Without Newton-Schulz params would be off by more than a third."""
@@ -102,7 +110,7 @@ def test_updates_are_those_of_torch_as_far_as_products_in_bf16_tell(adjust_lr_fn
     theirs = [Parameter(layer.detach().clone()) for layer in layers]
     torchs = torch.optim.Muon(theirs, **arguments)
     gradients, losses = [], []
-    for seed in range(20):
+    for seed in range(steps_of(20)):
         loss = model(batch_of(seed))
         losses.append(loss.item())
         ours.zero_grad()
@@ -122,6 +130,160 @@ def test_updates_are_those_of_torch_as_far_as_products_in_bf16_tell(adjust_lr_fn
         assert ours_off < 0.03 and ours_off < 1.5 * torchs_off, (ours_off, torchs_off)
         assert (own - other).norm() < 0.01 * moved
         assert (skipping - exact).norm() > 0.33 * moved
+
+
+def in_float64_by(update_of, matrix, gradients, lr, weight_decay):
+    """The param after steps of other code's formulas: update_of(momentum, gradient) gives the new momentum and the
+    scaled update."""
+    param, momentum = matrix.detach().double(), torch.zeros_like(matrix).double()
+    for gradient in gradients:
+        momentum, update = update_of(momentum, gradient.double())
+        param = param * (1 - lr * weight_decay) - lr * update
+    return param
+
+
+def iterated(update, coefficients, safety=1.0):
+    """Newton-Schulz of a matrix or, if it is tall, of its transpose; the norm is multiplied by `safety`."""
+    tall = update.shape[0] > update.shape[1]
+    x = update.T if tall else update
+    x = x / (x.norm() * safety)
+    for a, b, c in coefficients:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+QUINTIC = [
+    *((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037)),
+    *((2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012)),
+]
+QKV = (4, 2, 2)  # rows of queries, keys and values of a group; 3 groups in 24 rows
+
+
+def megatrons(momentum, gradient):
+    """As Megatron-LM updates fused queries, keys and values: the rows of each, of all groups, are a matrix."""
+    momentum = momentum.lerp(gradient, 0.05)
+    update = gradient.lerp(momentum, 0.95)
+    parts = [part.flatten(0, 1) for part in update.view(-1, sum(QKV), update.shape[1]).split(QKV, 1)]
+    parts = [iterated(part, QUINTIC) * 0.2 * max(part.shape) ** 0.5 for part in parts]
+    by_group = [part.view(-1, rows, update.shape[1]) for part, rows in zip(parts, QKV)]
+    return momentum, torch.cat(by_group, 1).flatten(0, 1)
+
+
+def dions(momentum, gradient):
+    """As dion's Muon: gradients are added up undamped, which the norm takes out, and the norm has a safety factor."""
+    momentum = 0.95 * momentum + gradient
+    update = iterated(gradient + 0.95 * momentum, POLAR_EXPRESS[:5], safety=1.02)
+    return momentum, update * 0.2 * max(gradient.shape) ** 0.5
+
+
+def divided(coefficients, safety):
+    """Coefficients that divide by the safety factor in the first step."""
+    a, b, c = coefficients[0]
+    return [(a / safety, b / safety**3, c / safety**5), *coefficients[1:]]
+
+
+@pytest.mark.parametrize("formulas", [megatrons, dions])
+def test_updates_are_those_of_megatrons_and_dions_formulas(formulas):
+    torch.manual_seed(1)
+    model = Predictor()
+    layer = model.mix.weight if formulas is megatrons else model.up.weight
+    before = layer.detach().clone()
+    extra = {"split_rows": QKV, "ns_coefficients": QUINTIC}
+    if formulas is dions:
+        extra = {"ns_coefficients": divided(POLAR_EXPRESS[:5], 1.02)}
+    groups = [{"params": [layer], "adjust_lr_fn": "match_rms_adamw", **extra}]
+    others = [param for param in model.parameters() if param is not layer]
+    optimizer = hybridopt.Muon([*groups, {"params": others, "algorithm": "adamw", "lr": 0.01}], lr=0.01, weight_decay=0.1)
+    gradients = []
+    for seed in range(steps_of(20)):
+        optimizer.zero_grad()
+        model(batch_of(seed)).backward()
+        gradients.append(layer.grad.clone())
+        optimizer.step()
+    exact = in_float64_by(formulas, before, gradients, 0.01, 0.1)
+    moved_by = (exact - before).norm()
+    assert (layer - exact).norm() < 0.03 * moved_by
+    # A product on a part of the matrix, or another list, is seen.
+    plain = in_float64(before, gradients, "match_rms_adamw", True, 0.01, 0.1)
+    assert (plain - exact).norm() > 0.06 * moved_by
+
+
+# Amsel et al., "The Polar Express", 2025, divided by 1.01 as there: as many triples as steps.
+POLAR_EXPRESS = [
+    *((8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250), (3.2856, -2.4153, 0.4853)),
+    *((2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585), (1.8564, -1.2132, 0.3568), (1.8750, -1.2500, 0.3750)),
+]
+
+
+def moved(params, before):
+    """How each param has moved in a step without decay."""
+    return [old.double() - param.detach().double() for param, old in zip(params, before)]
+
+
+def test_each_step_has_coefficients_of_its_own_and_the_last_go_on():
+    """Polar express brings all singular values near 1, which the default does not."""
+    for coefficients, steps, band in ((POLAR_EXPRESS, 8, (0.97, 1.03)), (POLAR_EXPRESS[:6], 9, (0.9, 1.1))):
+        params = [Parameter(torch.randn(40, 24, generator=torch.Generator().manual_seed(2)))]
+        before = clone(params)
+        arguments = {"ns_coefficients": coefficients, "ns_steps": steps, "weight_decay": 0.0}
+        run(hybridopt.Muon(params, lr=1.0, **arguments), params, [1])
+        values = torch.linalg.svdvals(moved(params, before)[0]) / (40 / 24) ** 0.5
+        assert values.min() > band[0] and values.max() < band[1], values
+    results = []
+    for coefficients in (POLAR_EXPRESS[:2], [*POLAR_EXPRESS[:2], POLAR_EXPRESS[1]], POLAR_EXPRESS[:3], POLAR_EXPRESS[0]):
+        params = matrices()
+        run(hybridopt.Muon(params, ns_coefficients=coefficients, ns_steps=3), params, range(2))
+        results.append(bits(params))
+    assert results[0] == results[1] and len({str(each) for each in results}) == 3
+
+
+@pytest.mark.parametrize("rows", [(6, 6), (5, 7), (1, 3), (2, 1, 1)])
+def test_parts_of_a_fused_matrix_are_updated_as_matrices(rows):
+    """Rows of the same part may lie apart: the list of their numbers is repeated."""
+    generator = torch.Generator().manual_seed(3)
+    fused = Parameter(torch.randn(12, 7, generator=generator))
+    part_of = torch.tensor([part for part, count in enumerate(rows) for _ in range(count)] * (12 // sum(rows)))
+    parts = [Parameter(fused.detach()[part_of == part].clone()) for part in range(len(rows))]
+    together = hybridopt.Muon([{"params": [fused], "split_rows": rows}], lr=0.05)
+    apart = hybridopt.Muon(parts, lr=0.05)
+    for seed in range(3):
+        run(together, [fused], [seed])
+        for part, param in enumerate(parts):
+            param.grad = fused.grad[part_of == part].clone()
+        apart.step()
+    for part, param in enumerate(parts):
+        assert torch.equal(fused.detach()[part_of == part], param)
+        buffers = together.state[fused]["momentum_buffer"], apart.state[param]["momentum_buffer"]
+        assert torch.equal(buffers[0][part_of == part], buffers[1])
+
+
+def test_stacks_are_matrices_each_by_itself():
+    stack = Parameter(torch.randn(3, 12, 7, generator=torch.Generator().manual_seed(3)))
+    each = [Parameter(matrix.detach().clone()) for matrix in stack]
+    together, apart = hybridopt.Muon([{"params": [stack], "stacked": True, "split_rows": (4, 8)}]), hybridopt.Muon(
+        [{"params": each, "split_rows": (4, 8)}]
+    )
+    for seed in range(3):
+        run(together, [stack], [seed])
+        for param, gradient in zip(each, stack.grad):
+            param.grad = gradient.clone()
+        apart.step()
+    assert torch.equal(stack, torch.stack([param.detach() for param in each]))
+
+
+def test_split_rows_may_change_between_steps():
+    params, other = matrices()[:1], matrices()[:1]
+    optimizer = hybridopt.Muon(params)
+    run(optimizer, params, [1])
+    optimizer.param_groups[0]["split_rows"] = (6, 6)
+    run(optimizer, params, [2])
+    whole = hybridopt.Muon(other)
+    run(whole, other, [1])
+    split = hybridopt.Muon([{"params": other, "split_rows": [6, 6]}])
+    split.load_state_dict({**whole.state_dict(), "param_groups": split.state_dict()["param_groups"]})
+    run(split, other, [2])
+    assert bits(params) == bits(other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -358,6 +520,28 @@ def test_muon_groups_sort_a_model():
         assert {key for key in expected if found[key] != expected[key]} == {"head.weight", name} - {None}
 
 
+def test_muon_groups_have_stacks_and_splits_of_their_own():
+    model = Predictor()
+    model.experts = nn.Parameter(torch.ones(2, 6, 4))
+    groups = hybridopt.muon_groups(model, stacks=["expert*"], splits={"up.*": [32, 32], "experts": (3, 3)})
+    extras = [{key: group[key] for key in group if key != "params"} for group in groups]
+    assert {"stacked": True, "split_rows": (3, 3)} in extras and {"split_rows": (32, 32)} in extras
+    assert extras[-1] == {"algorithm": "adamw"} and len(groups) == 4
+    lines = {line.split()[1]: line for line in str(groups).splitlines()}
+    assert lines["experts"].endswith("stack of matrices, in parts of 3, 3 rows")
+    assert lines["up.weight"].endswith("matrix of a hidden layer, in parts of 32, 32 rows")
+    run(hybridopt.Muon(groups), [param for group in groups for _, param in group["params"]], [1])
+    for arguments, text in (
+        ({"stacks": ["none.*"]}, "no parameter of the model has the name 'none.*' of stacks or splits"),
+        ({"splits": {"embed*": (16, 16)}}, "name 'embedding.weight', which Muon does not update: embedding"),
+        ({"stacks": ["norm.*"]}, "name 'norm.weight', which Muon does not update: no matrix"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            hybridopt.muon_groups(model, **arguments)
+    with pytest.raises(TypeError, match="stacks is 'experts', expected a list of names"):
+        hybridopt.muon_groups(model, stacks="experts")
+
+
 def test_muon_groups_know_the_head_of_tied_models_and_of_those_that_tell_it():
     tied = Predictor()
     tied.head.weight = tied.embedding.weight
@@ -392,6 +576,31 @@ def test_what_is_no_matrix_names_itself_and_the_way_out():
         param.grad = torch.ones(shape)
         with pytest.raises(ValueError, match=text):
             other.step()
+
+
+def test_groups_that_fit_no_matrix_name_the_way_out():
+    def group(shape=(12, 7), **extra):
+        return {"params": [("w", Parameter(torch.ones(shape)))], **extra}
+
+    for wrong, text in (
+        (group((2, 3, 4)), r"the shape \(2, 3, 4\), .*as of experts, set stacked=True in its group"),
+        (group((2, 2, 3, 4), stacked=True), r"the shape \(2, 2, 3, 4\), but Muon updates matrices, of two dim"),
+        (group(stacked="yes"), "param group 0 has stacked='yes', expected True or False"),
+        (group(split_rows=()), r"has split_rows=\(\), expected a list of the rows of each part"),
+        (group(split_rows=6), "has split_rows=6, expected a list of the rows of each part"),
+        (group(split_rows=(6, 0)), r"has split_rows=\(6, 0\), expected a list of the rows"),
+        (group(split_rows=(6, True)), r"has split_rows=\(6, True\), expected a list of the rows"),
+        (group(split_rows=(6, 7)), "add up to 13, but parameter 'w' has 12 rows, expected a multiple of the sum"),
+        (group(split_rows=(6, 6), algorithm="adamw"), r"has split_rows=\(6, 6\), but AdamW updates no matrices; leave"),
+        (group(stacked=True, algorithm="sgd"), "has stacked=True, but SGD updates no matrices; leave it out"),
+        (group(ns_coefficients=POLAR_EXPRESS), "has 8 triples in ns_coefficients, but ns_steps=5; set ns_steps to at least 8"),
+        (group(ns_coefficients=[]), r"has ns_coefficients=\[\], expected three numbers, .*or a list of 1 to 10 such triples"),
+        (group(ns_coefficients=[(1, 2, 3)] * 11, ns_steps=11), "expected three numbers, .*or a list of 1 to 10"),
+        (group(ns_coefficients=[(1, 2, 3), (1, 2)]), "expected three numbers, .*or a list of 1 to 10"),
+        (group(ns_coefficients=[(1, 2, 3), (0, 0, 0)]), "expected three numbers, .*or a list of 1 to 10"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            hybridopt.Muon([wrong])
 
 
 def test_a_matrix_by_columns_is_refused():
@@ -449,7 +658,7 @@ def test_parts_of_matrices_are_refused():
         ({"nesterov": "no"}, "Invalid nesterov: 'no', expected True or False"),
         ({"ns_coefficients": (1, 2)}, r"Invalid ns_coefficients: \(1, 2\), expected three numbers, not all of them 0"),
         ({"ns_coefficients": (0, 0.0, 0)}, "Invalid ns_coefficients: .* expected three numbers, not all of them 0"),
-        ({"ns_coefficients": (1, math.inf, 0)}, r"ns_coefficients\[1\] is inf, expected a number that is finite"),
+        ({"ns_coefficients": (1, math.inf, 0)}, r"ns_coefficients\[0\]\[1\] is inf, expected a number that is finite"),
         ({"ns_steps": 0}, "param group 0 has ns_steps=0, expected a whole number from 1 to 99"),
         ({"ns_steps": 100}, "param group 0 has ns_steps=100, expected a whole number from 1 to 99"),
         ({"ns_steps": True}, "param group 0 has ns_steps=True, expected a whole number from 1 to 99"),

@@ -107,18 +107,30 @@ class ManifestWriter {
     text_ += "]";
   }
 
+  // A list without the row of zeros that ends it: "[[1,2,3],[4,5,6]]".
+  void Rows(const double (&list)[kNsListMost][3]) {
+    text_ += "[";
+    for (int32_t i = 0; i < RowsOf(list); ++i) {
+      text_ += i == 0 ? "[" : ",[";
+      Join(list[i], ",", [&](double number) { AppendJsonNumber(&text_, number); });
+      text_ += "]";
+    }
+    text_ += "]";
+  }
+
   void Group(const offload_group_t& group) {
     const char* before = "{";
     for (const GroupField& field : kGroupFields) {
-      const double value = field.In(group);
-      if (!IsInEveryManifest(field) && value == 0) continue;
+      if (!IsInEveryManifest(field) && field.IsZero(group)) continue;
       text_ += before;
       before = ",";
       Key(field.name);
-      if (!field.is_flag())
-        AppendJsonNumber(&text_, value);
+      if (field.list != nullptr)
+        Rows(group.*field.list);
+      else if (!field.is_flag())
+        AppendJsonNumber(&text_, field.In(group));
       else
-        text_ += value != 0 ? "true" : "false";
+        text_ += field.In(group) != 0 ? "true" : "false";
     }
     if (group.algorithm != 0)
       text_ += std::string(",\"algorithm\":\"") + AlgorithmOf(group.algorithm)->name + "\"";
@@ -257,11 +269,27 @@ class ManifestReader {
     return numbers;
   }
 
-  double Hyperparameter(bool may_be_negative) {
+  double Hyperparameter() {
     const double number = json_.Number();
-    if (number < 0 && !may_be_negative)
-      json_.Fail("a hyperparameter is %g, expected at least 0", number);
+    if (number < 0) json_.Fail("a hyperparameter is %g, expected at least 0", number);
     return number;
+  }
+
+  void Rows(double (&list)[kNsListMost][3]) {
+    int32_t row = 0;
+    json_.Array([&] {
+      int32_t column = 0;
+      json_.Array([&] {
+        const double number = json_.Number();
+        if (row < kNsListMost && column < 3) list[row][column] = number;
+        column += 1;
+      });
+      if (column != 3) json_.Fail("a row of ns_coefficients has %d numbers, expected 3", column);
+      row += 1;
+    });
+    if (row > kNsListMost)
+      json_.Fail("ns_coefficients has %d rows, expected at most %d", row, kNsListMost);
+    if (row <= kNsListMost && row != RowsOf(list)) json_.Fail("a row of ns_coefficients is zeros");
   }
 
   offload_group_t Group() {
@@ -270,8 +298,10 @@ class ManifestReader {
     std::vector<std::function<void()>> reads;
     for (const GroupField& field : kGroupFields)
       reads.emplace_back([this, &group, &field] {
-        if (field.number != nullptr)
-          group.*field.number = Hyperparameter(field.readers[0].range == kFinite);
+        if (field.list != nullptr)
+          Rows(group.*field.list);
+        else if (field.number != nullptr)
+          group.*field.number = Hyperparameter();
         else if (!field.is_flag())
           group.*field.flag = static_cast<int32_t>(Small(static_cast<uint32_t>(field.most)));
         else

@@ -9,6 +9,7 @@
 //   param p      p -= step_size * (X + l2_decay * p)
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <span>
@@ -29,6 +30,44 @@ struct MatrixShape {
   bool is_tall() const { return rows > cols; }
 };
 
+// Which rows of a larger matrix are those of a part of it: runs of `rows` rows that follow each
+// other, and `period` rows from the begin of one run to that of the next. 0: all of the part's rows
+// follow each other.
+struct RowRuns {
+  uint64_t rows = 0;
+  uint64_t period = 0;
+};
+
+// A matrix that is updated by itself: all of a matrix of a param, or a part of its rows.
+struct MatrixPart {
+  uint64_t first_row = 0;
+  MatrixShape shape = {};
+  RowRuns runs = {};
+
+  uint64_t begin() const { return first_row * shape.cols; }  // its first element
+  // The elements from its first one to its last one, those of other parts between them included.
+  uint64_t extent() const {
+    if (runs.rows == 0) return shape.count();
+    return ((shape.rows / runs.rows - 1) * runs.period + runs.rows) * shape.cols;
+  }
+};
+
+// Calls visit(at, offset, count) for the elements [begin, begin + count) of a part: `count`
+// elements from the element begin + offset on lie from the place `at` on, counted from the part's
+// begin.
+template <typename Visit>
+void ForEachRun(const MatrixShape& shape, const RowRuns& runs, uint64_t begin, uint64_t count,
+                Visit&& visit) {
+  if (runs.rows == 0) return visit(begin, uint64_t{0}, count);
+  const uint64_t run = runs.rows * shape.cols, period = runs.period * shape.cols;
+  for (uint64_t offset = 0; offset < count;) {
+    const uint64_t in_run = (begin + offset) % run;
+    const uint64_t part = std::min(run - in_run, count - offset);
+    visit((begin + offset) / run * period + in_run, offset, part);
+    offset += part;
+  }
+}
+
 // The coefficients of one step of Newton-Schulz.
 struct NsStep {
   float a;
@@ -40,10 +79,12 @@ struct NsStep {
 inline constexpr NsStep kNsDefault = {3.4445f, -4.7750f, 2.0315f};
 
 struct MatrixUpdate {
-  // The whole matrix in row-major order: count is rows * cols, and moment0 is the momentum.
+  // The matrix in row-major order, and moment0 is the momentum. count is that of the shape, or the
+  // extent of a part that has runs.
   UpdateSpan span;
   SpanTypes types;
   MatrixShape shape;
+  RowRuns runs = {};
   // keep0 is the momentum, weight0 is 1 - momentum; nesterov and eps. step_size is the adjusted
   // learning rate; l2_decay is lr * weight_decay / step_size, so that the decay is lr *
   // weight_decay (FitToMatrix).

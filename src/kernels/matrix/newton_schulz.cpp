@@ -48,7 +48,7 @@ struct Layout {
   }
 };
 
-// The arguments of UpdateMomenta: `count` elements of an update from `begin` on.
+// The arguments of UpdateMomenta: `count` elements that lie from the place `begin` of a span on.
 struct MomentumRange {
   const MatrixUpdate& update;
   uint64_t begin;
@@ -119,7 +119,7 @@ NewtonSchulz::NewtonSchulz(const KernelTable& kernels, const MatrixUpdate& updat
       steps_(static_cast<uint32_t>(update.steps.size())),
       short_(update.shape.short_side()),
       long_(update.shape.long_side()) {
-  HYBRIDOPT_CHECK(update.span.count == update.shape.count());
+  HYBRIDOPT_CHECK(update.span.count == MatrixPart({0, update.shape, update.runs}).extent());
   const Layout layout(update.shape);
   auto* const base = static_cast<std::byte*>(update.workspace);
   for (uint32_t i = 0; i < 2; ++i)
@@ -191,7 +191,7 @@ uint64_t NewtonSchulz::pieces(uint32_t phase) const {
   switch (what.kind) {
     case Kind::kMomentum:
     case Kind::kApply:
-      return PartsOf(update_.span.count, kPieceElements);
+      return PartsOf(update_.shape.count(), kPieceElements);
     case Kind::kDivisor:
       return 1;
     case Kind::kDivide:
@@ -205,9 +205,12 @@ uint64_t NewtonSchulz::pieces(uint32_t phase) const {
 
 void NewtonSchulz::RunMomentum(uint64_t piece) const {
   const uint64_t begin = piece * kPieceElements;
-  const uint64_t count = std::min(kPieceElements, update_.span.count - begin);
+  const uint64_t count = std::min(kPieceElements, update_.shape.count() - begin);
   uint16_t* const out = iterate(1) + begin;
-  UpdateMomenta({update_, begin, count, out});
+  ForEachRun(update_.shape, update_.runs, begin, count,
+             [&](uint64_t at, uint64_t offset, uint64_t in_run) {
+               UpdateMomenta({update_, at, in_run, out + offset});
+             });
   kernels_.SumSquares(OFFLOAD_BF16)(out, count, block_sums_ + begin / kNormBlockElements);
 }
 
@@ -227,14 +230,19 @@ void NewtonSchulz::RunTurn(uint64_t piece) const {
 
 void NewtonSchulz::RunApply(uint64_t piece) const {
   const uint64_t begin = piece * kPieceElements;
+  const uint64_t count = std::min(kPieceElements, update_.shape.count() - begin);
+  const uint16_t* const x = iterate(update_.shape.is_tall() ? steps_ : steps_ + 1) + begin;
   SpanTypes types = update_.types;
-  UpdateSpan part = Advanced(update_.span, types, begin);
-  part.grad = iterate(update_.shape.is_tall() ? steps_ : steps_ + 1) + begin;
-  part.moment0 = nullptr;
-  part.count = std::min(kPieceElements, update_.span.count - begin);
   types.grad_dtype = OFFLOAD_BF16;
-  UpdateAndNote(kernels_, kMatrixRule, types, OfMatrixRule(update_), part,
-                update_.noted.From(begin));
+  ForEachRun(update_.shape, update_.runs, begin, count,
+             [&](uint64_t at, uint64_t offset, uint64_t in_run) {
+               UpdateSpan part = Advanced(update_.span, update_.types, at);
+               part.grad = x + offset;
+               part.moment0 = nullptr;
+               part.count = in_run;
+               UpdateAndNote(kernels_, kMatrixRule, types, OfMatrixRule(update_), part,
+                             update_.noted.From(at));
+             });
   kernels_.publish();
 }
 
@@ -245,7 +253,7 @@ void NewtonSchulz::RunPiece(uint32_t phase, uint64_t piece) const {
       return RunMomentum(piece);
     case Kind::kDivisor: {
       double sum = 0;
-      for (uint64_t i = 0; i < NormBlocksOf(update_.span.count); ++i) sum += block_sums_[i];
+      for (uint64_t i = 0; i < NormBlocksOf(update_.shape.count()); ++i) sum += block_sums_[i];
       *divisor_ = DivisorOf(sum, update_.coefficients.eps);
       return;
     }

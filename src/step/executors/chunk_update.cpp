@@ -102,7 +102,7 @@ void ChunkUpdater::Begin(const StepPlan& plan, uint32_t chunk, const WorkRange& 
                          ChunkWork& work) const {
   work.pieces.Reset(range, kWorkGrainElements, kWorkPieceElements);
   work.range = range;
-  work.fragment = work.first = 0;
+  work.fragment = work.first = work.part = 0;
   work.phases.Begin(FindMatrix(plan, chunk, work) ? 1 : 0);
 }
 
@@ -115,12 +115,12 @@ void ChunkUpdater::Update(const HostStep& step, uint32_t chunk, const ChunkBuffe
         if (!work.newton_schulz.has_value()) return BeginMatrix(step, chunk, buffers, work);
         work.newton_schulz->RunPiece(work.phase, piece);
       },
-      [&] { return NextPhase(step.plan, chunk, work); });
+      [&] { return NextPhase(step, chunk, work); });
   kernels_.publish();
 }
 
-// Finds the first matrix in the range, from the place in `work` on. A matrix belongs to the range
-// in which it ends, as in ForEachRange.
+// Finds the first part of a matrix in the range, from the place in `work` on. A matrix belongs to
+// the range in which it ends, as in ForEachRange.
 bool ChunkUpdater::FindMatrix(const StepPlan& plan, uint32_t chunk, ChunkWork& work) const {
   work.update.reset();
   work.newton_schulz.reset();
@@ -146,31 +146,49 @@ void ChunkUpdater::BeginMatrix(const HostStep& step, uint32_t chunk, const Chunk
   const ParamShape& shaped = shape_.params[fragment.param];
   const uint64_t count = shaped.matrix.count();
   const Prepared prepared = Prepare(step, fragment, buffers, work.first, count);
-  MatrixUpdate& update = work.update.emplace();
-  update.span = prepared.span;
+  MatrixUpdate& matrix = work.matrix;
+  matrix.span = prepared.span;
   ForEachStripe(shape_, shaped, fragment.begin + work.first, count,
                 [&](uint64_t, uint64_t in_stripe, const ElementOrder& order) {
                   HYBRIDOPT_CHECK(in_stripe == count);
-                  update.span.order = order;
+                  matrix.span.order = order;
                 });
-  update.types = prepared.types;
-  update.shape = shaped.matrix;
-  update.coefficients = step.coefficients[param.coefficients];
-  update.steps = param.ns_steps;
-  update.noted = prepared.noted;
-  update.workspace = workspace_;
-  work.newton_schulz.emplace(kernels_, update);
-  work.phase = kBeforeFirstPhase;
+  matrix.types = prepared.types;
+  matrix.steps = param.ns_steps;
+  matrix.noted = prepared.noted;
+  matrix.workspace = workspace_;
+  BeginPart(step, chunk, work);
   kernels_.publish();
 }
 
-// Goes to the next phase of the matrix, or to the next matrix, and returns the pieces.
-uint64_t ChunkUpdater::NextPhase(const StepPlan& plan, uint32_t chunk, ChunkWork& work) const {
-  NewtonSchulz& matrix = *work.newton_schulz;
-  while (++work.phase < matrix.phases())
-    if (const uint64_t pieces = matrix.pieces(work.phase); pieces > 0) return pieces;
-  work.first += work.update->shape.count();
-  return FindMatrix(plan, chunk, work) ? 1 : 0;
+void ChunkUpdater::BeginPart(const HostStep& step, uint32_t chunk, ChunkWork& work) const {
+  const uint32_t id = step.plan.fragments(chunk)[work.fragment].param;
+  const MatrixPart& part = shape_.params[id].parts[work.part];
+  MatrixUpdate& update = work.update.emplace(work.matrix);
+  update.span = Advanced(update.span, update.types, part.begin());
+  update.span.count = part.extent();
+  update.noted = update.noted.From(part.begin());
+  update.shape = part.shape;
+  update.runs = part.runs;
+  update.coefficients = step.coefficients[step.plan.param(id).coefficients + work.part];
+  work.newton_schulz.emplace(kernels_, update);
+  work.phase = kBeforeFirstPhase;
+}
+
+// Goes to the next phase of the matrix, to its next part, or to the next matrix, and returns the
+// pieces.
+uint64_t ChunkUpdater::NextPhase(const HostStep& step, uint32_t chunk, ChunkWork& work) const {
+  const ParamShape& shaped = shape_.params[step.plan.fragments(chunk)[work.fragment].param];
+  for (;;) {
+    const NewtonSchulz& part = *work.newton_schulz;
+    while (++work.phase < part.phases())
+      if (const uint64_t pieces = part.pieces(work.phase); pieces > 0) return pieces;
+    if (++work.part == shaped.parts.size()) break;
+    BeginPart(step, chunk, work);
+  }
+  work.part = 0;
+  work.first += shaped.matrix.count();
+  return FindMatrix(step.plan, chunk, work) ? 1 : 0;
 }
 
 // Calls visit(state, old, bytes) for the elements' part of each array.

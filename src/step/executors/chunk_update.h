@@ -50,10 +50,13 @@ struct ChunkWork {
 
   WorkPieces pieces;
   PhasedWork phases;  // of all matrices
-  // The matrix that is being updated: which fragment it is in, and its first element there.
+  // The matrix that is being updated: which fragment it is in, its first element there, and which
+  // part of it.
   WorkRange range{};
   size_t fragment = 0;
   uint64_t first = 0;
+  uint32_t part = 0;
+  MatrixUpdate matrix{};  // the addresses of all of it
   // None before its first phase, which makes it and copies what has to be put aside.
   std::optional<MatrixUpdate> update;
   std::optional<NewtonSchulz> newton_schulz;
@@ -107,7 +110,8 @@ class ChunkUpdater {
   bool FindMatrix(const StepPlan& plan, uint32_t chunk, ChunkWork& work) const;
   void BeginMatrix(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers,
                    ChunkWork& work) const;
-  uint64_t NextPhase(const StepPlan& plan, uint32_t chunk, ChunkWork& work) const;
+  void BeginPart(const HostStep& step, uint32_t chunk, ChunkWork& work) const;
+  uint64_t NextPhase(const HostStep& step, uint32_t chunk, ChunkWork& work) const;
   // What an update gets, of elements of a fragment. Puts aside what is to be, before that.
   struct Prepared {
     UpdateSpan span;

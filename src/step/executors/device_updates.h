@@ -9,8 +9,21 @@
 
 namespace hybridopt {
 
-// Adds the update of a param's elements [begin, begin + range.span.count), one for each stripe or
-// matrix. A matrix is in one stripe.
+// Adds the update of one part of a matrix whose addresses `matrix` has. A matrix is in one stripe.
+inline void AddPart(const MatrixPart& part, uint32_t index, const DeviceUpdate& matrix,
+                    std::vector<DeviceUpdate>& updates) {
+  HYBRIDOPT_CHECK(updates.size() < updates.capacity());
+  DeviceUpdate& update = updates.emplace_back(matrix);
+  update.span = Advanced(matrix.span, matrix.types(), part.begin());
+  update.span.count = part.extent();
+  update.noted = matrix.noted.From(part.begin());
+  update.coefficients = matrix.coefficients + index;
+  update.matrix = part.shape;
+  update.runs = part.runs;
+}
+
+// Adds the update of a param's elements [begin, begin + range.span.count), one for each stripe, or
+// for each part of a matrix.
 // `range` has the addresses of element `begin`. Does not allocate, because launches may still read
 // the list.
 inline void AddUpdates(const StateShape& shape, const ParamShape& param, uint64_t begin,
@@ -19,13 +32,16 @@ inline void AddUpdates(const StateShape& shape, const ParamShape& param, uint64_
   for (uint64_t first = 0; first < range.span.count; first += most)
     ForEachStripe(shape, param, begin + first, most,
                   [&](uint64_t offset, uint64_t count, ElementOrder order) {
-                    HYBRIDOPT_CHECK(updates.size() < updates.capacity());
-                    DeviceUpdate& part = updates.emplace_back(range);
+                    DeviceUpdate part = range;
                     part.span = Advanced(range.span, range.types(), first + offset);
                     part.span.count = count;
                     part.span.order = order;
                     part.noted = range.noted.From(first + offset);
-                    part.matrix = param.matrix;
+                    for (uint32_t i = 0; i < param.parts.size(); ++i)
+                      AddPart(param.parts[i], i, part, updates);
+                    if (param.is_of_matrices()) return;
+                    HYBRIDOPT_CHECK(updates.size() < updates.capacity());
+                    updates.push_back(part);
                   });
 }
 

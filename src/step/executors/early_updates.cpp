@@ -59,8 +59,8 @@ uint64_t EarlyUpdates::RoomBytes(const ParamTable& table, const StateShape& shap
 
 uint64_t EarlyUpdates::Bytes(const ParamTable& table, const StateShape& shape) {
   if (shape.options.early_bytes == 0) return 0;
-  return table.size() *
-             (sizeof(Addresses) + sizeof(HostGrad) + sizeof(uint32_t) + sizeof(Coefficients)) +
+  return table.size() * (sizeof(Addresses) + sizeof(HostGrad) + sizeof(uint32_t)) +
+         shape.coefficients * sizeof(Coefficients) +
          ChunksMost(shape) * (sizeof(uint32_t) + sizeof(Early));
 }
 
@@ -76,7 +76,7 @@ Status EarlyUpdates::Start() {
   request_.addresses.resize(table_.size());
   request_.host_grads.resize(table_.size(), HostGrad::kStored);
   request_.groups.resize(table_.groups().size());
-  coefficients_.reserve(table_.size());
+  coefficients_.reserve(shape_.coefficients);
   first_chunk_.resize(table_.size());
   UseChunks();
   return {};

@@ -120,6 +120,31 @@ TEST(ManifestTest, AFlagThatVersionOneDidNotBeginWithIsWrittenOnlyWhereItIsSet) 
                 "the key \"cautious_weight_decay\" stands twice");
 }
 
+TEST(ManifestTest, CoefficientsAreAListOfRows) {
+  const std::string key = "\"ns_coefficients\"", rows = key + ":[[3,-2.5,0.1],[0,1,0]]";
+  EXPECT_EQ(Sample().text.find(key), std::string::npos);
+  Sample sample;
+  auto& list = sample.manifest.groups[1].ns_coefficients;
+  list[0][0] = 3;
+  list[0][1] = -2.5;
+  list[0][2] = 0.1;
+  list[1][1] = 1;
+  sample.Fill();
+  ASSERT_NE(sample.text.find(rows), std::string::npos);
+  const Result<Manifest> read = ParseManifest(sample.text);
+  ASSERT_TRUE(read.ok()) << read.status().message();
+  EXPECT_EQ(std::memcmp(&read.value().groups[1].ns_coefficients, &list, sizeof(list)), 0);
+  const auto refuse = [&](const std::string& other, const char* why) {
+    ExpectRefused(Rehashed(Replaced(sample.text, rows, key + ":" + other)), why);
+  };
+  refuse("[[3,-2.5]]", "a row of ns_coefficients has 2 numbers, expected 3");
+  refuse("[[3,-2.5,1,1]]", "a row of ns_coefficients has 4 numbers, expected 3");
+  refuse("[[3,-2.5,1],[0,0,0]]", "a row of ns_coefficients is zeros");
+  std::string many = "[[1,1,1]";
+  for (int i = 1; i < 11; ++i) many += ",[1,1,1]";
+  refuse(many + "]", "ns_coefficients has 11 rows, expected at most 10");
+}
+
 TEST(ManifestTest, AGroupNamesItsAlgorithmOnlyWhereItIsNotThatOfTheManifest) {
   const std::string key = "\"algorithm\"";
   const Sample own;

@@ -65,7 +65,8 @@ TEST(Algorithms, FieldsHaveNamesOfTheirOwnAndAreReadInOneWay) {
   std::set<std::string> names;
   for (const GroupField& field : kGroupFields) {
     EXPECT_TRUE(names.insert(field.name).second) << field.name;
-    EXPECT_NE(field.number == nullptr, field.flag == nullptr) << field.name;
+    EXPECT_EQ((field.number != nullptr) + (field.flag != nullptr) + (field.list != nullptr), 1)
+        << field.name;
     EXPECT_NE(field.readers[0].algorithms, 0u) << field.name;
     EXPECT_EQ(field.readers[0].algorithms & field.readers[1].algorithms, 0u) << field.name;
   }
@@ -73,9 +74,7 @@ TEST(Algorithms, FieldsHaveNamesOfTheirOwnAndAreReadInOneWay) {
 
 // Numbers that are read elsewhere: at commit, and for each matrix (FitToMatrix, StepPlan).
 bool IsReadElsewhere(const Algorithm& row, GroupNumber number) {
-  return number == row.initial_moment0 || number == &offload_group_t::ns_a ||
-         number == &offload_group_t::ns_b || number == &offload_group_t::ns_c ||
-         number == &offload_group_t::update_rms;
+  return number == row.initial_moment0 || number == &offload_group_t::update_rms;
 }
 
 // A number that the algorithm does not read changes no coefficient, and each that it reads changes

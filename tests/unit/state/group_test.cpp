@@ -103,22 +103,41 @@ TEST(Group, SignumsMomentumStaysBelowOneInDouble) {
 }
 
 TEST(Group, NewtonSchulzHasFiniteCoefficientsOfEitherSign) {
-  for (const Algorithm& row : kAlgorithms)
-    for (const GroupField& field : kGroupFields) {
-      if (field.readers[0].range != kFinite) continue;
-      offload_group_t group = Least(row.value);
-      for (const double good : {-4.775, 2.0315}) {
-        group.*field.number = good;
-        if (row.value == OFFLOAD_MUON)
-          EXPECT_TRUE(ValidateGroup(row.value, group).ok()) << field.name;
-        else
-          ExpectRefused(row.value, group, field.name);
-      }
-      for (const double bad : {std::numeric_limits<double>::quiet_NaN(), -1e39}) {
-        group.*field.number = bad;
-        ExpectRefused(row.value, group, field.name);
-      }
+  for (const Algorithm& row : kAlgorithms) {
+    offload_group_t group = Least(row.value);
+    for (const double good : {-4.775, 2.0315}) {
+      group.ns_coefficients[0][1] = good;
+      if (row.value == OFFLOAD_MUON)
+        EXPECT_TRUE(ValidateGroup(row.value, group).ok()) << row.name;
+      else
+        ExpectRefused(row.value, group, "ns_coefficients");
     }
+  }
+  for (const double bad : {std::numeric_limits<double>::quiet_NaN(), -1e39}) {
+    offload_group_t group = Least(OFFLOAD_MUON);
+    group.ns_coefficients[0][1] = 1;
+    group.ns_coefficients[1][2] = bad;
+    ExpectRefused(OFFLOAD_MUON, group, "ns_coefficients[1][2]");
+  }
+}
+
+TEST(Group, AListOfCoefficientsHasNoGapAndIsNotLongerThanTheSteps) {
+  offload_group_t group = Least(OFFLOAD_MUON);
+  for (int32_t i = 0; i < 5; ++i) group.ns_coefficients[i][0] = 2;
+  EXPECT_TRUE(ValidateGroup(OFFLOAD_MUON, group).ok());
+  group.ns_steps = 4;
+  Status status = ValidateGroup(OFFLOAD_MUON, group);
+  EXPECT_EQ(status.code(), OFFLOAD_INVALID_ARGUMENT);
+  EXPECT_EQ(status.message(),
+            "group.ns_coefficients has 5 rows, but group.ns_steps is 4; set ns_steps to at least "
+            "5, or leave out rows");
+  group.ns_steps = 6;  // the last row twice
+  EXPECT_TRUE(ValidateGroup(OFFLOAD_MUON, group).ok());
+  group.ns_coefficients[2][0] = 0;
+  ExpectRefused(OFFLOAD_MUON, group, "ns_coefficients[3][0]");
+  status = ValidateGroup(OFFLOAD_MUON, group);
+  EXPECT_NE(status.message().find("row 2 is zeros, which ends the list"), std::string::npos)
+      << status.message();
 }
 
 TEST(Group, NewtonSchulzHasZeroToNinetyNineSteps) {

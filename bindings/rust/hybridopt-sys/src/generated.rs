@@ -212,10 +212,8 @@ pub struct offload_group_t {
     pub initial_accumulator_value: f64,
     pub algorithm: i32,
     pub ns_steps: i32,
-    pub ns_a: f64,
-    pub ns_b: f64,
-    pub ns_c: f64,
     pub update_rms: f64,
+    pub ns_coefficients: [[f64; 3]; 10],
 }
 default_is_zero!(offload_group_t);
 
@@ -253,7 +251,8 @@ pub struct offload_param_t {
     pub count: u64,
     pub shard: *const offload_shard_t,
     pub chunk_order: i32,
-    pub reserved: u32,
+    pub split_count: u32,
+    pub split_rows: *const u64,
 }
 default_is_zero!(offload_param_t);
 

@@ -37,16 +37,12 @@ pub struct Group {
     pub cautious_weight_decay: bool,
     /// Muon; steps of Newton-Schulz, at most 99; 0 = 5.
     pub ns_steps: i32,
-    /// Muon; the coefficients of a step, finite, of either sign; all three 0 = 3.4445, -4.775,
-    /// 2.0315.
-    pub ns_a: f64,
-    /// Muon; as ns_a.
-    pub ns_b: f64,
-    /// Muon; as ns_a.
-    pub ns_c: f64,
     /// Muon; if it is 0, a matrix has lr * max(1, rows / cols)^0.5; else lr * update_rms *
     /// max(rows, cols)^0.5, where 0.2 fits the lr of AdamW.
     pub update_rms: f64,
+    /// Muon; a, b and c of each step of Newton-Schulz, of either sign; a row of zeros ends the
+    /// list; no row = 3.4445, -4.775, 2.0315; steps behind the list use its last row.
+    pub ns_coefficients: [[f64; 3]; 10],
 }
 
 impl Group {
@@ -66,10 +62,8 @@ impl Group {
             maximize: i32::from(self.maximize),
             cautious_weight_decay: i32::from(self.cautious_weight_decay),
             ns_steps: self.ns_steps,
-            ns_a: self.ns_a,
-            ns_b: self.ns_b,
-            ns_c: self.ns_c,
             update_rms: self.update_rms,
+            ns_coefficients: self.ns_coefficients,
             ..Default::default()
         }
     }

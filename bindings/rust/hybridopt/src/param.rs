@@ -120,6 +120,7 @@ pub struct Param<'a> {
     placement: Placement,
     replica: bool,
     chunk_order: i32,
+    split_rows: Vec<u64>,
     shard: Option<Shard>,
 }
 
@@ -137,6 +138,7 @@ impl<'a> Param<'a> {
             placement: Placement::Auto,
             replica: false,
             chunk_order: 0,
+            split_rows: Vec::new(),
             shard: None,
         }
     }
@@ -174,6 +176,14 @@ impl<'a> Param<'a> {
         self
     }
 
+    /// Muon updates each part of a fused matrix as a matrix of its own: the rows of each part. If
+    /// they add up to fewer rows than the matrix has, the list is repeated, and a part has its rows
+    /// of each repetition.
+    pub fn split_rows(mut self, rows: &[u64]) -> Self {
+        self.split_rows = rows.to_vec();
+        self
+    }
+
     /// Which part of which tensor the param is; by default it is a whole tensor of one dimension.
     pub fn shard(mut self, shard: Shard) -> Self {
         self.shard = Some(shard);
@@ -207,6 +217,14 @@ impl<'a> Param<'a> {
             count: self.data.count as u64,
             shard: shard.as_ref().map_or(std::ptr::null(), |shard| shard),
             chunk_order: self.chunk_order,
+            split_count: u32::try_from(self.split_rows.len()).map_err(|_| {
+                Error::invalid_argument(format!(
+                    "split_rows of '{}' has {} numbers, expected fewer than 2^32",
+                    self.name,
+                    self.split_rows.len()
+                ))
+            })?,
+            split_rows: self.split_rows.as_ptr(),
             ..Default::default()
         })
     }

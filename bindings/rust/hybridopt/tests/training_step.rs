@@ -261,3 +261,36 @@ fn less_state_on_the_host() -> Result<()> {
     assert_ne!(small(Rounding::Stochastic, 1)?.1, small(Rounding::Stochastic, 2)?.1);
     Ok(())
 }
+
+#[test]
+fn parts_of_fused_matrices_and_coefficients_of_each_step() -> Result<()> {
+    let context = Context::host()?;
+    let train = |split: &[u64], count: usize, rows: usize| -> Result<Vec<f32>> {
+        let mut group =
+            Group { lr: 0.1, momentum: 0.9, eps: 1e-7, ns_steps: 2, ..Group::default() };
+        group.ns_coefficients[0] = [3.0, -3.2, 1.2];
+        if rows == 2 {
+            group.ns_coefficients[1] = [2.0, -1.5, 0.5];
+        }
+        let mut adding = Optimizer::builder(&context, Algorithm::Muon).create()?;
+        let group = adding.add_group(&group)?;
+        let (data, grad) = (values::<f32>(24, 1), values::<f32>(24, 2));
+        let x = adding.add_param(
+            Param::new("x", group, data[..count].to_vec())
+                .grad(grad[..count].to_vec())
+                .shard(Shard::of(&[count as i64 / 4, 4]).with_box(&[0, 0], &[count as i64 / 4, 4]))
+                .split_rows(split),
+        )?;
+        let mut optimizer = adding.commit()?;
+        optimizer.step(&StepOptions::default())?;
+        Ok(optimizer.data(x)?.to_vec())
+    };
+    let (whole, split) = (train(&[], 24, 2)?, train(&[3, 3], 24, 2)?);
+    assert_eq!(train(&[6], 24, 2)?, whole);
+    assert_ne!(split, whole);
+    assert_eq!(split[..12], train(&[], 12, 2)?);
+    assert_ne!(train(&[], 24, 1)?, whole);
+    let refused = train(&[4], 24, 2).unwrap_err().to_string();
+    assert!(refused.contains("split_rows add up to 4"), "{refused}");
+    Ok(())
+}

@@ -263,10 +263,8 @@ class offload_group_t(Struct):
     initial_accumulator_value: float
     algorithm: int
     ns_steps: int
-    ns_a: float
-    ns_b: float
-    ns_c: float
     update_rms: float
+    ns_coefficients: ctypes.Array[ctypes.Array[ctypes.c_double]]
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("nesterov", ctypes.c_int32),
@@ -283,10 +281,8 @@ class offload_group_t(Struct):
         ("initial_accumulator_value", ctypes.c_double),
         ("algorithm", ctypes.c_int32),
         ("ns_steps", ctypes.c_int32),
-        ("ns_a", ctypes.c_double),
-        ("ns_b", ctypes.c_double),
-        ("ns_c", ctypes.c_double),
         ("update_rms", ctypes.c_double),
+        ("ns_coefficients", ctypes.c_double * 3 * 10),
     ]
 
 
@@ -330,7 +326,8 @@ class offload_param_t(Struct):
     count: int
     shard: Any
     chunk_order: int
-    reserved: int
+    split_count: int
+    split_rows: Any
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("group", ctypes.c_uint32),
@@ -344,7 +341,8 @@ class offload_param_t(Struct):
         ("count", ctypes.c_uint64),
         ("shard", POINTER(offload_shard_t)),
         ("chunk_order", ctypes.c_int32),
-        ("reserved", ctypes.c_uint32),
+        ("split_count", ctypes.c_uint32),
+        ("split_rows", POINTER(ctypes.c_uint64)),
     ]
 
 
@@ -1048,7 +1046,7 @@ ALGORITHMS: dict[int, Algorithm] = {
         "Muon",
         {"momentum_buffer": OFFLOAD_STATE_MOMENTUM_BUFFER},
         False,
-        ("lr", "eps", "weight_decay", "momentum", "nesterov", "maximize", "ns_steps", "ns_a", "ns_b", "ns_c", "update_rms"),
+        ("lr", "eps", "weight_decay", "momentum", "nesterov", "maximize", "ns_steps", "update_rms", "ns_coefficients"),
         False,
     ),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -36,12 +37,20 @@ class Muon(OffloadOptimizer):
             themselves.
         momentum (float, default 0.95): share of the momentum that a step keeps, from 0 to below 1.
         nesterov (bool, default True): looks one step of the momentum ahead.
-        ns_coefficients (three floats, default (3.4445, -4.775, 2.0315)): of a step of Newton-Schulz.
+        ns_coefficients (three floats or a list of up to 10 such triples, default (3.4445, -4.775, 2.0315)): of each
+            step of Newton-Schulz. Steps behind the last triple use it too; there must not be more triples than steps.
         eps (float, default 1e-7): the least by which a matrix is divided before Newton-Schulz.
         ns_steps (int, default 5): steps of Newton-Schulz, 1 to 99.
         adjust_lr_fn (str, default None): "original", which None means too: a matrix has lr * max(1, rows /
             cols)**0.5. "match_rms_adamw": lr * 0.2 * max(rows, cols)**0.5, which fits the learning
             rate of AdamW.
+
+    A group may also have
+        split_rows (list of int): the params are fused matrices, each part of which is updated as a matrix of its own.
+            The list has the rows of each part, as (h, h) for gate and up. If it adds up to fewer rows than a matrix
+            has, it is repeated, and a part has its rows of each repetition, as those of queries, keys and values of each
+            group.
+        stacked (bool): params with three dimensions are stacks of matrices, as of experts.
     """
 
     def __init__(
@@ -51,7 +60,7 @@ class Muon(OffloadOptimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        ns_coefficients: tuple[float, float, float] | Sequence[tuple[float, float, float]] = (3.4445, -4.775, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
@@ -119,36 +128,81 @@ class MuonGroups(list[dict[str, Any]]):
 
 
 def muon_groups(
-    model: nn.Module, *, adamw: dict[str, Any] | None = None, head: str | None = "auto"
+    model: nn.Module,
+    *,
+    adamw: dict[str, Any] | None = None,
+    head: str | None = "auto",
+    stacks: Sequence[str] = (),
+    splits: Mapping[str, Sequence[int]] | None = None,
 ) -> MuonGroups:
     """The param groups of a model for Muon: one with the matrices of hidden layers, and one with algorithm="adamw" for
     all else (embeddings, the head, norms, biases, and what has one row, one column or other than two dimensions).
-    print() of them shows what went where, and why.
+    print() of them shows what went where, and why. Muon's params that are stacked or split have groups of their own.
 
     Args:
         adamw: hyperparameters of AdamW's group, such as {"lr": 3e-4}. What is left out is AdamW's default.
         head: the name of the layer that makes the model's output, such as "lm_head"; None if the model has none. "auto":
             what get_output_embeddings() of the model says, the layer that shares its weight with an embedding,
             or else the layer with a matrix that the model has registered last.
+        stacks: names of params with three dimensions that are stacks of matrices, such as "*.experts.*"; * stands for
+            any letters.
+        splits: names of fused matrices, written as in stacks, with the rows of their parts (split_rows of Muon's groups),
+            such as {"*.gate_up.weight": (1024, 1024)}.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"muon_groups() got a {type(model).__name__}, expected a model (torch.nn.Module)")
     embeddings = _embeddings_of(model)
     heads = _heads_of(model, head, embeddings)
-    muon: list[tuple[str, Tensor]] = []
+    chosen = _Chosen(stacks, splits or {})
+    muon: dict[tuple[bool, tuple[int, ...]], list[tuple[str, Tensor]]] = {}  # by what a group has to say
     others: list[tuple[str, Tensor]] = []
     rows: list[tuple[str, str, str, str]] = []
     for name, param in model.named_parameters():
-        why = _why_not(name, param, embeddings, heads)
-        (others if why else muon).append((name, param))
+        stacked, split_rows = chosen.of(name)
+        why = _why_not(name, param, embeddings, heads, stacked)
+        if why and (stacked or split_rows):
+            raise ValueError(f"stacks or splits of muon_groups() name {name!r}, which Muon does not update: {why}")
+        params = others if why else muon.setdefault((stacked, split_rows), [])
+        params.append((name, param))
         shape = " x ".join(map(str, param.shape)) or "one number"
-        rows.append(("adamw" if why else "muon", name, shape, why or "matrix of a hidden layer"))
+        rows.append(("adamw" if why else "muon", name, shape, why or _kind(stacked, split_rows)))
+    chosen.check_used()
     if not muon:
         raise ValueError(f"{type(model).__name__} has no matrix of a hidden layer for Muon; use hybridopt.AdamW")
-    groups: list[dict[str, Any]] = [{"params": muon}]
+    groups: list[dict[str, Any]] = []
+    for (stacked, split_rows), params in muon.items():
+        extra = {"stacked": True} if stacked else {}
+        groups.append({"params": params, **extra, **({"split_rows": split_rows} if split_rows else {})})
     if others:
         groups.append({"params": others, "algorithm": "adamw", **(adamw or {})})
     return MuonGroups(groups, rows)
+
+
+class _Chosen:
+    """The params that the arguments stacks and splits name."""
+
+    def __init__(self, stacks: Sequence[str], splits: Mapping[str, Sequence[int]]) -> None:
+        if isinstance(stacks, str):
+            raise TypeError(f"stacks is {stacks!r}, expected a list of names, such as [{stacks!r}]")
+        self._stacks, self._splits = list(stacks), {name: tuple(rows) for name, rows in splits.items()}
+        self._unused = dict.fromkeys([*self._stacks, *self._splits])
+
+    def of(self, name: str) -> tuple[bool, tuple[int, ...]]:
+        """Whether the param is a stack, and the rows of its parts."""
+        stacks = [pattern for pattern in self._stacks if fnmatchcase(name, pattern)]
+        splits = [pattern for pattern in self._splits if fnmatchcase(name, pattern)]
+        for pattern in stacks + splits:
+            self._unused.pop(pattern, None)
+        return bool(stacks), self._splits[splits[0]] if splits else ()
+
+    def check_used(self) -> None:
+        if self._unused:
+            raise ValueError(f"no parameter of the model has the name {next(iter(self._unused))!r} of stacks or splits")
+
+
+def _kind(stacked: bool, split_rows: tuple[int, ...]) -> str:
+    what = "stack of matrices" if stacked else "matrix of a hidden layer"
+    return f"{what}, in parts of {', '.join(map(str, split_rows))} rows" if split_rows else what
 
 
 def _embeddings_of(model: nn.Module) -> set[Tensor]:
@@ -181,8 +235,10 @@ def _heads_of(model: nn.Module, head: str | None, embeddings: set[Tensor]) -> se
     return {param for name, param in last if name == "weight"}
 
 
-def _why_not(name: str, param: Tensor, embeddings: set[Tensor], heads: set[Tensor]) -> str:
+def _why_not(name: str, param: Tensor, embeddings: set[Tensor], heads: set[Tensor], stacked: bool) -> str:
     """Why a param is not updated by Muon; "" if it is."""
+    if stacked and param.ndim == 3:
+        return ""
     if param.ndim != 2:
         return "no matrix"
     if param in embeddings or "embed" in name.lower():

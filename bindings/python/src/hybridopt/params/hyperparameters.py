@@ -15,11 +15,9 @@ from ..base.checks import is_number, is_switch, is_whole, shown
 IN_TUPLES = {
     "beta1": ("betas", 0),
     "beta2": ("betas", 1),
-    "ns_a": ("ns_coefficients", 0),
-    "ns_b": ("ns_coefficients", 1),
-    "ns_c": ("ns_coefficients", 2),
 }
-LENGTHS = {"betas": 2, "ns_coefficients": 3}
+LENGTHS = {"betas": 2}
+TRIPLES_MOST = 10  # of the library
 # What Muon multiplies the learning rate of a matrix by, as update_rms of the library.
 ADJUSTMENTS = {None: 0.0, "original": 0.0, "match_rms_adamw": 0.2}
 
@@ -86,12 +84,14 @@ def hyperparameters_of(algorithm: int, index: int, group: dict[str, Any]) -> dic
     return fields
 
 
-def _field_of(name: str, index: int, group: dict[str, Any]) -> float:
+def _field_of(name: str, index: int, group: dict[str, Any]) -> Any:
     """The value of a field of offload_group_t."""
     if name in abi.GROUP_FLAGS:
         return int(group.get(name, False))
     if name == "ns_steps":
         return _ns_steps_of(index, group)
+    if name == "ns_coefficients":
+        return _triples_of(index, group)
     if name == "update_rms":
         return _update_rms_of(index, group)
     if name in IN_TUPLES:
@@ -107,6 +107,20 @@ def _ns_steps_of(index: int, group: dict[str, Any]) -> int:
     raise ValueError(f"param group {index} has ns_steps={shown(steps)}, expected a whole number from 1 to 99")
 
 
+def _triples_of(index: int, group: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
+    name = "ns_coefficients"
+    triples = _triples_in(group.get(name))
+    if triples is None:
+        raise ValueError(f"param group {index} has {name}={shown(group.get(name))}, expected {_expected(name)}")
+    steps = _ns_steps_of(index, group)
+    if len(triples) > steps:
+        raise ValueError(
+            f"param group {index} has {len(triples)} triples in ns_coefficients, but ns_steps={steps}; set ns_steps to at "
+            f"least {len(triples)}, or leave out triples"
+        )
+    return triples
+
+
 def _update_rms_of(index: int, group: dict[str, Any]) -> float:
     name = group.get("adjust_lr_fn")
     if name is None or (isinstance(name, str) and name in ADJUSTMENTS):
@@ -120,7 +134,8 @@ def check_arguments(**arguments: Any) -> None:
     """Refuses arguments of a constructor that are no numbers although torch would compare them with numbers. For
     tensors torch itself checks the number of elements."""
     for name, value in arguments.items():
-        if not isinstance(value, Tensor) and _numbers_in(name, value) is None:
+        numbers = _triples_in(value) if name == "ns_coefficients" else _numbers_in(name, value)
+        if not isinstance(value, Tensor) and numbers is None:
             raise ValueError(f"Invalid {name}: {shown(value)}, expected {_expected(name)}")
 
 
@@ -129,6 +144,10 @@ def _numbers_in(name: str, value: Any) -> list[float] | None:
     if name not in LENGTHS:
         number = _number(value)
         return None if number is None else [number]
+    return _sequence(value, LENGTHS[name])
+
+
+def _sequence(value: Any, length: int) -> list[float] | None:
     if isinstance(value, (Mapping, str, bytes)) or not hasattr(value, "__getitem__"):
         return None
     try:
@@ -136,13 +155,23 @@ def _numbers_in(name: str, value: Any) -> list[float] | None:
     except TypeError:  # a tensor without dimensions
         return None
     found = [number for number in numbers if number is not None]
-    if name == "ns_coefficients" and not any(found):  # the library would take its defaults
+    return found if len(found) == len(numbers) == length else None
+
+
+def _triples_in(value: Any) -> tuple[tuple[float, ...], ...] | None:
+    """The coefficients of each step, of one triple or of a list of them. A triple of zeros would end the library's
+    list."""
+    one = _sequence(value, 3)
+    if one is None and not isinstance(value, (list, tuple)):
         return None
-    return found if len(found) == len(numbers) == LENGTHS[name] else None
+    triples = [one] if one is not None else [_sequence(each, 3) for each in value]
+    found = tuple(tuple(triple) for triple in triples if triple is not None and any(triple))
+    return found if len(found) == len(triples) and 1 <= len(found) <= TRIPLES_MOST else None
 
 
 def _expected(name: str) -> str:
-    return {"betas": "two numbers", "ns_coefficients": "three numbers, not all of them 0"}.get(name, "a number")
+    triples = f"three numbers, not all of them 0, or a list of 1 to {TRIPLES_MOST} such triples, one for each step"
+    return {"betas": "two numbers", "ns_coefficients": triples}.get(name, "a number")
 
 
 def _numbers_of(index: int, group: dict[str, Any], name: str) -> list[float]:

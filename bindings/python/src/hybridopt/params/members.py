@@ -25,6 +25,7 @@ class Member(NamedTuple):
     shard: TensorShard | None = None  # None: the param is a whole tensor
     wide_gradient: bool = False  # the param had gradients in fp32 before
     chunk_order: int = 0  # params with a lower one are updated first
+    split_rows: tuple[int, ...] = ()  # of a fused matrix: the rows of each part
 
 
 def named(index: int, group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -123,7 +124,8 @@ def members_of(param_groups: list[dict[str, Any]], known: Mapping[Tensor, bool])
             while name in names:
                 name += "'"
             names.add(name)
-            members.append(Member(param, name, index, wide_gradient=bool(wide_gradient)))
+            rows = tuple(group.get("split_rows") or ())
+            members.append(Member(param, name, index, wide_gradient=bool(wide_gradient), split_rows=rows))
     if renamed:
         _warn_of_renamed(renamed)
     return members

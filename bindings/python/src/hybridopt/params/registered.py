@@ -32,7 +32,7 @@ class Slot:
 
     # Without these each slot would have a dict, which Python's garbage collector goes through too.
     __slots__ = (
-        *("id", "param", "device", "name", "group", "chunk_order", "shard", "dtype", "grad_dtype"),
+        *("id", "param", "device", "name", "group", "chunk_order", "split_rows", "shard", "dtype", "grad_dtype"),
         *("shape", "count", "bytes", "copy", "stride", "row_major", "low_dtype", "split", "has_master"),
         *("moments", "kinds", "is_plain", "is_counted"),
     )
@@ -53,6 +53,7 @@ class Slot:
         self.name = member.name
         self.group = member.group
         self.chunk_order = member.chunk_order
+        self.split_rows = member.split_rows
         self.shard: TensorShard | None = member.shard
         self.dtype = current.dtype
         self.grad_dtype = gradient_dtype(member.param)
@@ -165,6 +166,9 @@ class Slot:
         struct.data = address or None
         struct.count = self.count
         struct.chunk_order = self.chunk_order
+        if self.split_rows:
+            struct.split_count = len(self.split_rows)
+            struct.split_rows = (ctypes.c_uint64 * len(self.split_rows))(*self.split_rows)
         if self.shard is not None:
             struct.shard = ctypes.pointer(self.shard.struct())
             struct.flags = abi.OFFLOAD_PARAM_REPLICA if self.shard.replica else 0
@@ -204,7 +208,7 @@ _CONSTANT = (type(None), bool, int, float, str)
 
 
 def _is_constant(value: Any) -> bool:
-    return type(value) in _CONSTANT or (type(value) is tuple and all(type(each) in _CONSTANT for each in value))
+    return type(value) in _CONSTANT or (type(value) is tuple and all(map(_is_constant, value)))
 
 
 def _as_checked(group: dict[str, Any]) -> dict[str, Any]:
@@ -284,6 +288,8 @@ class Registered:
                 return "a param group has another algorithm"
             if moments_of(new) != moments_of(old):
                 return "a param group has got its first momentum, or has none any more"
+        if any(slot.split_rows != tuple(wanted.param_groups[slot.group].get("split_rows") or ()) for slot in self.slots):
+            return "a param group has other split_rows"
         if self._has_params_of_before(wanted.param_groups):
             return ""
         return self._difference_of_params(wanted.param_groups)

@@ -95,10 +95,8 @@ pub fn table() -> Table {
         initial_accumulator_value,
         algorithm,
         ns_steps,
-        ns_a,
-        ns_b,
-        ns_c,
         update_rms,
+        ns_coefficients,
     });
     fields!(table, offload_shard_t {
         struct_size,
@@ -124,7 +122,8 @@ pub fn table() -> Table {
         count,
         shard,
         chunk_order,
-        reserved,
+        split_count,
+        split_rows,
     });
     fields!(table, offload_binding_t {
         struct_size,
