@@ -868,11 +868,11 @@ OFFLOAD_API int32_t offload_optimizer_set_device_fraction(offload_optimizer_t op
                                                           offload_ticket_t* ticket);
 
 /* A view of one kind of state of one param: its first device_count elements lie at device_data on
- * the device, the next host_count elements at host_data in host memory. The library owns the
- * memory. The view is valid until destroy or the next offload_optimizer_set_device_fraction, with
- * two exceptions: device_data is valid until offload_states, and where the param is its own master,
- * as long as the param's address. The content does not change while no work is queued, and the
- * caller may write it then. */
+ * the device, the next host_count elements at host_data in host memory, pinned as one range or not
+ * at all. The library owns the memory. The view is valid until destroy or the next
+ * offload_optimizer_set_device_fraction, with two exceptions: device_data is valid until
+ * offload_states, and where the param is its own master, as long as the param's address. The
+ * content does not change while no work is queued, and the caller may write it then. */
 typedef struct offload_state_view {
   uint32_t struct_size;
   int32_t dtype;         /* enum offload_dtype */

@@ -150,8 +150,8 @@ class Device {
   // append "raise that limit".
   virtual Status PinHost(void* data, uint64_t bytes) = 0;
   virtual void UnpinHost(void* data) = 0;
-  // Large memory is pinned in pieces of this size, so that few bytes are pinned again when it
-  // grows or shrinks. A power of two.
+  // Large memory is pinned in pieces of about this size, so that few bytes are pinned again when it
+  // grows or shrinks. No copy may have memory of two pieces, so each array is in one piece.
   virtual uint64_t pin_piece_bytes() const { return uint64_t{1} << 30; }
   // To be called when the content of this host memory is not needed any more. The simulated device
   // fills it with NaN, so that a consumer that did not wait produces wrong bits, which tests see.

@@ -254,6 +254,7 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
       options.chunk_elements != 0 ? options.chunk_elements : device.default_chunk_elements();
   shape.cpu_updates = options.host_executors != OFFLOAD_EXECUTORS_STREAMED;
   shape.streams_state = !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU;
+  if (shape.streams_state) shape.pin_piece_bytes = device.pin_piece_bytes();
   shape.stream_ring_bytes = options.stream_ring_bytes;
   shape.early_bytes = options.early_update_bytes;
   shape.tracks_changes = options.track_changes != 0;

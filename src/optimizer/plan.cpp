@@ -64,7 +64,7 @@ LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
 namespace {
 
 // The bytes of a slot's region by kind: the groups' algorithms keep different moments in it. The
-// arrays of a region follow one another, so that no byte of it is left out.
+// arrays of a region follow one another, so that only the pages at pin cuts are left out.
 void AddStateBytes(const ParamTable& table, const StateShape& shape, const Residence& residence,
                    Tier tier, StateSlot slot, offload_plan_t& plan) {
   const Residence::Bytes& held = residence.bytes(tier, slot);

@@ -5,11 +5,6 @@
 #include "base/system.h"
 
 namespace hybridopt {
-namespace {
-
-constexpr uint64_t kHostPageBytes = 4096;
-
-}  // namespace
 
 Result<std::unique_ptr<StateMemory>> StateMemory::Create(Context& context, const StateShape& shape,
                                                          const Residence& residence) {
@@ -35,7 +30,7 @@ ByTier<uint64_t> StateMemory::Bytes(const Device& device, const StateShape& shap
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot slot{index};
     bytes[Tier::kHost] +=
-        system::RoundUp(residence.bytes(Tier::kHost, slot).size(), kHostPageBytes);
+        system::RoundUp(residence.bytes(Tier::kHost, slot).size(), system::PageBytes());
     if (!device.unified())
       bytes[Tier::kDevice] += DeviceWindow::PageBytes(
           device, shape.RegionBytes(Tier::kDevice, slot), residence.bytes(Tier::kDevice, slot).end);
@@ -110,38 +105,29 @@ void StateMemory::ShrinkHost(const Residence& from, const Residence& to) {
 
 // ------------------------------------------------------------------------------------- pinning --
 
-// Lists the pages of all regions as pieces. Two regions may share a page, and no page is pinned
-// twice. No piece crosses a multiple of piece_bytes, so that a region that grows or shrinks at one
-// end keeps its other pieces.
+// Lists the pages of all regions as pieces. Regions share no page. A region that grows or shrinks
+// at its begin keeps all pieces but the first one.
 std::vector<StateMemory::Piece> StateMemory::Pieces(const StateShape& shape,
-                                                    const Residence& residence,
-                                                    uint64_t piece_bytes) {
+                                                    const Residence& residence) {
+  const uint64_t page_bytes = system::PageBytes();
   std::vector<Piece> pieces;
   for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
     const Residence::Bytes& range = residence.bytes(Tier::kHost, StateSlot{slot});
     if (range.size() == 0) continue;
-    uint64_t begin = (shape.host_region_begin[slot] + range.begin) / kHostPageBytes;
-    const uint64_t end = (shape.host_region_begin[slot] + range.end - 1) / kHostPageBytes + 1;
-    begin *= kHostPageBytes;
-    if (!pieces.empty()) begin = std::max(begin, pieces.back().end);
-    while (begin < end * kHostPageBytes) {
-      const uint64_t next = std::min((begin / piece_bytes + 1) * piece_bytes, end * kHostPageBytes);
-      const bool goes_on =
-          !pieces.empty() && pieces.back().end == begin && begin % piece_bytes != 0;
-      if (goes_on)
-        pieces.back().end = next;
-      else
-        pieces.push_back({begin, next});
-      begin = next;
-    }
+    const uint64_t region = shape.host_region_begin[slot];
+    uint64_t begin = (region + range.begin) / page_bytes * page_bytes;
+    const uint64_t end = system::RoundUp(region + range.end, page_bytes);
+    auto cut = std::upper_bound(shape.pin_cuts.begin(), shape.pin_cuts.end(), begin);
+    for (; cut != shape.pin_cuts.end() && *cut < end; begin = *cut++)
+      pieces.push_back({begin, *cut});
+    pieces.push_back({begin, end});
   }
   return pieces;
 }
 
 uint64_t StateMemory::PinnedBytes(const StateShape& shape, const Residence& residence) {
   uint64_t bytes = 0;
-  for (const Piece& piece : Pieces(shape, residence, uint64_t{1} << 62))
-    bytes += piece.end - piece.begin;
+  for (const Piece& piece : Pieces(shape, residence)) bytes += piece.end - piece.begin;
   return bytes;
 }
 
@@ -154,7 +140,7 @@ uint64_t StateMemory::pinned_bytes() const {
 Status StateMemory::PinHost(const Residence& residence) {
   UnpinHost(&residence);
   const std::vector<Piece> kept = pieces_;
-  for (const Piece& piece : Pieces(shape_, residence, piece_bytes_)) {
+  for (const Piece& piece : Pieces(shape_, residence)) {
     if (std::find(kept.begin(), kept.end(), piece) != kept.end()) continue;
     if (Status status = PinPiece(piece); !status.ok()) {
       UnpinHost(nullptr);
@@ -167,7 +153,7 @@ Status StateMemory::PinHost(const Residence& residence) {
 
 void StateMemory::UnpinHost(const Residence* but_what_this_holds) {
   std::vector<Piece> kept;
-  if (but_what_this_holds != nullptr) kept = Pieces(shape_, *but_what_this_holds, piece_bytes_);
+  if (but_what_this_holds != nullptr) kept = Pieces(shape_, *but_what_this_holds);
   const auto first = std::stable_partition(pieces_.begin(), pieces_.end(), [&](const Piece& piece) {
     return std::find(kept.begin(), kept.end(), piece) != kept.end();
   });

@@ -76,11 +76,6 @@ class StateMemory {
   bool pinned() const { return pinned_; }
   uint64_t pinned_bytes() const;
   static uint64_t PinnedBytes(const StateShape& shape, const Residence& residence);
-  // The most bytes that one copy from this address may have: a copy must not cross the end of a
-  // pinned piece.
-  uint64_t BytesOfCopy(const std::byte* host) const {
-    return piece_bytes_ - static_cast<uint64_t>(host - arena_.data()) % piece_bytes_;
-  }
 
   // Adds the bytes of the host's state on each NUMA node.
   void AddNodeBytes(const Residence& residence, NodeBytes* sum) const;
@@ -101,12 +96,8 @@ class StateMemory {
   };
 
   StateMemory(Context& context, const StateShape& shape)
-      : context_(context),
-        device_(context.device()),
-        shape_(shape),
-        piece_bytes_(context.device().pin_piece_bytes()) {}
-  static std::vector<Piece> Pieces(const StateShape& shape, const Residence& residence,
-                                   uint64_t piece_bytes);
+      : context_(context), device_(context.device()), shape_(shape) {}
+  static std::vector<Piece> Pieces(const StateShape& shape, const Residence& residence);
   Status GrowHost(const Residence& to);
   void ShrinkHost(const Residence& from, const Residence& to);
   // Unpins all host memory, or all that this residence does not hold. It must unpin the memory that
@@ -118,7 +109,6 @@ class StateMemory {
   Context& context_;
   Device& device_;
   const StateShape& shape_;
-  const uint64_t piece_bytes_;
   std::vector<Piece> pieces_;  // pinned, in order
   bool pinned_ = false;        // all state on the host is pinned
   Arena arena_;

@@ -19,6 +19,7 @@ constexpr uint64_t kSwapAlignmentBytes = 64;
 // same time (docs/PERFORMANCE.md says what that costs). Arrays that fit into caches need only the
 // cache lines.
 constexpr uint64_t kStaggerLinesBytes = 5 * 64;
+static_assert(kStaggerLinesBytes >= kArrayAlignmentBytes, "one copy would cross a pin cut");
 constexpr uint64_t kStaggerBanksBytes = uint64_t{128} << 10;
 constexpr uint64_t kBanksMatterElements = uint64_t{1} << 22;
 
@@ -86,28 +87,52 @@ void AddMatrices(const Param& param, StateShape& shape, ParamShape& shaped) {
     shape.host_matrix_bytes = std::max(shape.host_matrix_bytes, NewtonSchulzBytes(part.shape));
 }
 
+uint64_t ArrayBytes(const ParamTable& table, const ParamShape& param, uint32_t id, Tier tier,
+                    StateSlot slot) {
+  if (!param.Keeps(tier, slot)) return 0;
+  return system::RoundUp(param.BytesBefore(slot, table.param(id).count), kArrayAlignmentBytes);
+}
+
 void LayOutRegion(const ParamTable& table, Tier tier, StateSlot slot, StateShape& shape) {
   uint64_t& bytes = shape.region_bytes[tier][slot];
   for (uint32_t id : shape.region_order) {
     ParamShape& param = shape.params[id];
     param.offset[tier][slot] = bytes;
-    if (param.Keeps(tier, slot))
-      bytes +=
-          system::RoundUp(param.BytesBefore(slot, table.param(id).count), kArrayAlignmentBytes);
+    bytes += ArrayBytes(table, param, id, tier, slot);
   }
 }
 
+// Lays out a region behind those that the host's arena has. A piece of pinned memory begins with a
+// page, and its first array a few cache lines behind that: at another offset in a page than arrays
+// of other slots, and than the caller's arrays, which often begin with a page. If the next array
+// would make a piece too long, it begins a new piece.
+void LayOutHostRegion(const ParamTable& table, StateSlot slot, StateShape& shape) {
+  const uint64_t banks_bytes = shape.element_count < kBanksMatterElements ? 0 : kStaggerBanksBytes;
+  const uint64_t first_page =
+      system::RoundUp(shape.host_arena_bytes + banks_bytes, system::PageBytes());
+  uint64_t bytes = 0, piece = 0;  // where the region and its last piece end and begin
+  for (uint32_t id : shape.region_order) {
+    ParamShape& param = shape.params[id];
+    const uint64_t array_bytes = ArrayBytes(table, param, id, Tier::kHost, slot);
+    const bool fits = bytes - piece + array_bytes <= shape.options.pin_piece_bytes;
+    if (bytes > piece && array_bytes > 0 && !fits) {
+      piece = system::RoundUp(bytes + kStateSlots * kStaggerLinesBytes, system::PageBytes());
+      bytes = piece;
+      shape.pin_cuts.push_back(first_page + piece);
+    }
+    param.offset[Tier::kHost][slot] = bytes;
+    bytes += array_bytes;
+  }
+  if (bytes == 0) return;
+  shape.region_bytes[Tier::kHost][slot] = bytes;
+  shape.host_region_begin[slot] = first_page + (slot + 1) * kStaggerLinesBytes;
+  shape.host_arena_bytes = shape.host_region_begin[slot] + bytes;
+}
+
 void LayOutRegions(const ParamTable& table, StateShape& shape) {
-  const uint64_t stagger_bytes =
-      kStaggerLinesBytes + (shape.element_count < kBanksMatterElements ? 0 : kStaggerBanksBytes);
   for (uint32_t index = 0; index < kStateSlots; ++index) {
-    const StateSlot slot{index};
-    for (Tier tier : kTiers) LayOutRegion(table, tier, slot, shape);
-    const uint64_t host_bytes = shape.RegionBytes(Tier::kHost, slot);
-    if (host_bytes == 0) continue;
-    // The first region is shifted too, because the caller's arrays often start at a page.
-    shape.host_region_begin[slot] = shape.host_arena_bytes + stagger_bytes;
-    shape.host_arena_bytes = shape.host_region_begin[slot] + host_bytes;
+    LayOutRegion(table, Tier::kDevice, StateSlot{index}, shape);
+    LayOutHostRegion(table, StateSlot{index}, shape);
   }
 }
 

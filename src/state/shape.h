@@ -11,6 +11,10 @@
 //
 // An element's offset in a tier's region does not depend on the cut, so its address on a tier never
 // changes.
+//
+// The regions on the host lie in one arena, which is pinned in pieces: a piece ends where a region
+// ends or at a pin cut, between two arrays. So each array is pinned as a whole, because no program
+// may copy with one call what is pinned in two pieces.
 #pragma once
 
 #include <algorithm>
@@ -55,6 +59,7 @@ struct ShapeOptions {
   uint64_t early_bytes = 0;        // pinned memory for chunks that are updated before their step
   bool tracks_changes = false;     // steps note which elements of params they change
   uint64_t save_buffer_bytes = 0;  // for state that a step puts aside while a save has to read it
+  uint64_t pin_piece_bytes = UINT64_MAX;  // see Device::pin_piece_bytes
 };
 
 // The smallest ranges of a param that may be cut. Units are counted in the whole tensor: the first
@@ -153,6 +158,7 @@ struct StateShape {
   ByTier<std::array<uint64_t, kStateSlots>> region_bytes;
   std::array<uint64_t, kStateSlots> host_region_begin{};  // in the host's arena
   uint64_t host_arena_bytes = 0;                          // of addresses
+  std::vector<uint64_t> pin_cuts;  // in the host's arena: whole pages, ascending
   uint64_t element_count = 0;
   uint64_t largest_unit = 1;  // in elements
   uint64_t norm_blocks = 0;

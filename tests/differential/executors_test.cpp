@@ -3,12 +3,16 @@
 // leaves the rest to the other.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <string>
 #include <thread>
 
@@ -338,6 +342,12 @@ TEST(Executors, GradientsThatTheDeviceWillReadAreToBeKept) {
 
 // -------------------------------------------------------------------------------------- pinning --
 
+struct PinnedRange {
+  const std::byte* begin;
+  uint64_t bytes;
+  auto operator<=>(const PinnedRange&) const = default;
+};
+
 // Checks that each copy between the host's state and the device keeps to one pinned range.
 class PinnedCopiesDevice final : public LabelledDevice {
  public:
@@ -368,22 +378,45 @@ class PinnedCopiesDevice final : public LabelledDevice {
 
   int pinned_copies() const { return pinned_copies_; }
   int other_copies() const { return other_copies_; }
+  // The pinned range in which all these bytes lie.
+  std::optional<PinnedRange> RangeOf(const void* host, uint64_t bytes) {
+    std::lock_guard lock(mutex_);
+    const auto* const first = static_cast<const std::byte*>(host);
+    auto after = pinned_.upper_bound(const_cast<std::byte*>(first));
+    if (after == pinned_.begin()) return std::nullopt;
+    const auto& [begin, size] = *--after;
+    if (first + bytes > begin + size) return std::nullopt;
+    return PinnedRange{begin, size};
+  }
 
  private:
   void Look(StreamHandle stream, const void* host, uint64_t bytes) {
     if (const std::string label = LabelOf(stream); label != "down" && label != "up") return;
-    std::lock_guard lock(mutex_);
-    const auto* const first = static_cast<const std::byte*>(host);
-    auto after = pinned_.upper_bound(const_cast<std::byte*>(first));
-    const bool inside =
-        after != pinned_.begin() && (--after, first + bytes <= after->first + after->second);
-    (inside ? pinned_copies_ : other_copies_) += 1;
+    (RangeOf(host, bytes).has_value() ? pinned_copies_ : other_copies_) += 1;
   }
 
   std::mutex mutex_;
   std::map<std::byte*, uint64_t> pinned_;  // guarded by mutex_
   std::atomic<int> pinned_copies_ = 0, other_copies_ = 0;
 };
+
+// The pinned ranges of the host's state. A caller may copy each view with one call, so each must
+// lie in one range.
+std::set<PinnedRange> RangesOfState(const LifecycleRig& rig, PinnedCopiesDevice& watch) {
+  std::set<PinnedRange> ranges;
+  for (uint32_t id = 0; id < rig.size(); ++id) {
+    for (int32_t kind = OFFLOAD_STATE_MASTER; kind <= OFFLOAD_STATE_MASTER_LOW; ++kind) {
+      auto view = Make<offload_state_view_t>();
+      if (offload_optimizer_state(rig.optimizer(), id, kind, &view) != OFFLOAD_OK) continue;
+      if (view.host_count == 0) continue;
+      const std::optional<PinnedRange> range =
+          watch.RangeOf(view.host_data, view.host_count * DtypeBytes(view.dtype));
+      EXPECT_TRUE(range.has_value()) << "param " << id << ", kind " << kind;
+      if (range.has_value()) ranges.insert(*range);
+    }
+  }
+  return ranges;
+}
 
 TEST(Executors, EveryCopyKeepsToOnePinnedRangeWhateverTheFraction) {
   for (const StateChoice& state : StateChoices()) {
@@ -401,9 +434,31 @@ TEST(Executors, EveryCopyKeepsToOnePinnedRangeWhateverTheFraction) {
       auto info = Make<offload_context_info_t>();
       MUST(offload_context_get_info(rig.context(), &info));
       EXPECT_EQ(info.pinned_bytes, rig.Plan().staging_bytes + rig.Plan().pinned_state_bytes);
+      EXPECT_EQ(RangesOfState(rig, *watch).empty(), kFractions[i] == 1) << state.Text();
     }
     EXPECT_GT(watch->pinned_copies(), 100);
     EXPECT_EQ(watch->other_copies(), 0);
+  }
+}
+
+// One range for each kind of state is pinned again, the one that loses a part.
+TEST(Executors, StateThatStaysOnTheHostStaysPinned) {
+  const Solved solved(MakeProblem(OFFLOAD_ADAMW, {}, 1));
+  LifecycleSetting setting = SettingOf(OFFLOAD_EXECUTORS_STREAMED);
+  PinnedCopiesDevice* watch = nullptr;
+  setting.WrapIn(&watch);
+  LifecycleRig rig(solved.problem, setting);
+  std::set<PinnedRange> before = RangesOfState(rig, *watch);
+  EXPECT_GE(before.size(), 12u);
+  for (const double fraction : {0.1, 0.37, 0.5, 0.7, 0.9}) {
+    rig.SetDeviceFraction(fraction);
+    rig.Wait();
+    const std::set<PinnedRange> after = RangesOfState(rig, *watch);
+    std::set<PinnedRange> pinned_again;
+    std::set_difference(after.begin(), after.end(), before.begin(), before.end(),
+                        std::inserter(pinned_again, pinned_again.end()));
+    EXPECT_LE(pinned_again.size(), 3u) << fraction;
+    before = after;
   }
 }
 

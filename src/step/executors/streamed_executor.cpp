@@ -266,7 +266,8 @@ DeviceUpdate StreamedExecutor::UpdateOf(const Fragment& fragment, const Chunk& c
 
 // -------------------------------------------------------------------------------------- copies --
 
-// Fragments that are contiguous both on the host and in the ring are moved by one copy.
+// Fragments that are contiguous both on the host and in the ring are moved by one copy. They are
+// pinned in one piece, because more than padding lies between two pieces.
 Status StreamedExecutor::CopyStates(uint32_t number, Direction direction) {
   for (uint32_t index = 0; index < kStateSlots; ++index) {
     const StateSlot kind{index};
@@ -298,16 +299,11 @@ Status StreamedExecutor::CopyStates(uint32_t number, Direction direction) {
 
 Status StreamedExecutor::Copy(Direction direction, std::byte* host, std::byte* device,
                               uint64_t bytes) {
+  if (bytes == 0) return {};
   (direction == Direction::kUp ? done_.state_up_bytes : done_.state_down_bytes) += bytes;
   if (direction == Direction::kUp) lanes_.link().QueuedUp(bytes);
-  for (uint64_t begin = 0; begin < bytes;) {
-    const uint64_t piece = std::min(bytes - begin, memory_.BytesOfCopy(host + begin));
-    HYBRIDOPT_TRY(direction == Direction::kUp
-                      ? device_.CopyToDevice(lanes_.up, device + begin, host + begin, piece)
-                      : device_.CopyToHost(lanes_.down, host + begin, device + begin, piece));
-    begin += piece;
-  }
-  return {};
+  return direction == Direction::kUp ? device_.CopyToDevice(lanes_.up, device, host, bytes)
+                                     : device_.CopyToHost(lanes_.down, host, device, bytes);
 }
 
 // The area has 4 bytes for each element, enough for every dtype of gradients.

@@ -178,6 +178,28 @@ def test_200_steps_end_with_the_same_bits(
     assert there == trained_on_the_gpu_alone(moments, layout)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="it needs a GPU, which copies pinned memory")
+def test_torch_copies_state_with_one_call_where_it_crosses_a_gib_or_is_larger():
+    params = [Parameter(torch.randn(n << 20, device="cuda").bfloat16()) for n in (96, 96, 96, 300, 3)]
+    optimizer = hybridopt.AdamW(params, offload_fraction=1.0)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    for fraction in (1.0, 0.7, 1.0):
+        optimizer.set_offload_fraction(fraction)
+        optimizer.synchronize()
+        for view in (view for param in params for key, view in optimizer.state[param].items() if key != "step"):
+            kept = view.cpu().clone()
+            for copied in (view.to("cuda"), view.to("cuda", non_blocking=True), torch.empty_like(kept).cuda().copy_(view)):
+                assert torch.equal(copied.cpu(), kept)
+            for non_blocking in (False, True):
+                view.zero_()
+                view.copy_(copied, non_blocking=non_blocking)
+                torch.cuda.synchronize()
+                assert torch.equal(view.cpu(), kept)
+    optimizer.close()
+
+
 def test_a_fraction_that_does_not_fit_changes_nothing():
     params = [Parameter(torch.ones(64 << 20, device="cuda"))]
     optimizer = hybridopt.AdamW(params, offload_fraction=1.0)
