@@ -204,7 +204,8 @@ enum offload_placement {
  * releases; the counts of those are 0. */
 enum offload_tier {
   OFFLOAD_TIER_DEVICE = 0, /* the memory of the device */
-  OFFLOAD_TIER_HOST = 1    /* host memory */
+  OFFLOAD_TIER_HOST = 1,   /* host memory */
+  OFFLOAD_TIER_DISK = 2    /* files in options.disk_paths */
 };
 
 /* The kinds of state. The algorithm says which moments a param has. A param has a master, or the
@@ -428,6 +429,15 @@ typedef struct offload_optimizer_options {
                                   machine; the first save takes it, as far as memory is free then,
                                   so that an optimizer that never saves pays nothing. The library
                                   takes at most what all state could use */
+  double disk_fraction;        /* of the elements of OFFLOAD_PLACE_AUTO params, the fraction whose
+                                  state lives on disk, in [0, 1]; the last elements in registration
+                                  order. See "State on disk" at commit; 0 = none */
+  const char* disk_paths;      /* one or more directories, with ':' between them: one for each
+                                  drive. Chunks are spread over them. Required if disk_fraction is
+                                  above 0 */
+  uint64_t disk_ring_bytes;    /* host memory through which state on disk goes, at least the state
+                                  of 2 chunks; 0 = 256 MiB. The library takes at most what all
+                                  chunks could use */
 } offload_optimizer_options_t;
 
 /* Hyperparameters of a group of params. Names and meanings are PyTorch's (for Lion and
@@ -555,7 +565,7 @@ typedef struct offload_plan {
                                  threads update all chunks */
   uint64_t params_up_bytes;   /* what such a step copies from the host to the device, if CPU
                                  threads update all chunks */
-  int32_t fits;               /* 1: commit would find enough memory now */
+  int32_t fits;               /* 1: commit would find enough memory now; disks are not asked */
   uint32_t reserved;
   uint64_t numa_bytes[64]; /* the part of host_bytes on each NUMA node: as the context's policy will
                               place it; after commit, while no work is queued, as the kernel
@@ -569,6 +579,10 @@ typedef struct offload_plan {
   uint64_t host_change_bytes;   /* of host_bytes: for options.track_changes */
   uint64_t device_change_bytes; /* of device_scratch_bytes: for options.track_changes */
   uint64_t host_save_bytes; /* of host_bytes: for state that steps put aside while a save runs */
+  uint64_t disk_bytes;      /* of the files in options.disk_paths */
+  uint64_t disk_step_bytes; /* what a step in which all params have a gradient reads from these
+                               files, and what it writes to them */
+  uint64_t host_disk_bytes; /* of host_bytes: the ring through which state on disk goes */
 } offload_plan_t;
 
 /* Makes an optimizer; the caller then registers groups and params. Commit allocates the memory. The
@@ -620,7 +634,22 @@ OFFLOAD_API int32_t offload_optimizer_plan(offload_optimizer_t optimizer, offloa
  * the library keeps no memory, and the caller may go on to register.
  * Errors: INVALID_STATE (no params, or committed before), OUT_OF_HOST_MEMORY,
  * OUT_OF_DEVICE_MEMORY, INVALID_ARGUMENT (pinned_bytes_max is too small; the text has the bytes
- * needed), UNSUPPORTED (more names and shapes than a file of a checkpoint may hold), DEVICE_FAILED.
+ * needed), UNSUPPORTED (more names and shapes than a file of a checkpoint may hold), DEVICE_FAILED;
+ * with state on disk also INVALID_ARGUMENT (disk_ring_bytes), IO_FAILED (the text names the
+ * directory and the bytes) and UNSUPPORTED (a param is placed OFFLOAD_PLACE_HOST).
+ *
+ * State on disk (options.disk_fraction). Commit makes one file in each directory of disk_paths,
+ * takes its room, and removes its name: when the process ends, in whatever way, the files are gone.
+ * They are no checkpoint. A step reads chunks ahead into a ring of disk_ring_bytes, CPU threads
+ * update them there, and they are written back meanwhile; all bits are those of state in memory.
+ * Reads and writes bypass the page cache where the file system allows that. A hash of all that was
+ * written is kept in memory and compared at each read. A read or write that fails, or a file that
+ * somebody has cut off or changed, poisons the optimizer with a text that names the directory; the
+ * last checkpoint loads into a new one. A step behind a save waits until the save has read all
+ * state. Saves, loads, read_state and write_state work on all state, offload_optimizer_state only
+ * on that in memory. Refused with UNSUPPORTED beside it: OFFLOAD_EXECUTORS_STREAMED and
+ * stream_ring_bytes, early_update_bytes, save_buffer_bytes (UINT64_MAX means 0 then),
+ * set_device_fraction, and matrices of OFFLOAD_MUON on CUDA devices.
  */
 OFFLOAD_API int32_t offload_optimizer_commit(offload_optimizer_t optimizer,
                                              offload_stream_t stream);
@@ -869,7 +898,7 @@ OFFLOAD_API int32_t offload_optimizer_set_device_fraction(offload_optimizer_t op
 
 /* A view of one kind of state of one param: its first device_count elements lie at device_data on
  * the device, the next host_count elements at host_data in host memory, pinned as one range or not
- * at all. The library owns the memory. The view is valid until destroy or the next
+ * at all; the rest is on disk. The library owns the memory. The view is valid until destroy or the next
  * offload_optimizer_set_device_fraction, with two exceptions: device_data is valid until
  * offload_states, and where the param is its own master, as long as the param's address. The
  * content does not change while no work is queued, and the caller may write it then. */
@@ -881,6 +910,8 @@ typedef struct offload_state_view {
   void* host_data;       /* NULL if host_count is 0 */
   uint64_t host_count;   /* elements */
   uint64_t step_count;   /* steps that have updated this param */
+  uint64_t disk_count;   /* the last elements: these are on disk and have no address; see
+                            offload_optimizer_read_state */
 } offload_state_view_t;
 
 /* Gives the view of one kind of state. An fp32 param that is updated in place has no separate
@@ -1103,6 +1134,8 @@ typedef struct offload_stats {
                                   chunks */
   uint64_t early_elements;
   uint64_t undone_elements;
+  uint64_t disk_read_bytes;    /* from the files in options.disk_paths, since commit */
+  uint64_t disk_written_bytes; /* to them */
 } offload_stats_t;
 
 /* Tells what the optimizer holds now, and totals since create. */

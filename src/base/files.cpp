@@ -39,6 +39,10 @@ int FlagsOf(Files::Open how) {
       return O_WRONLY | O_CREAT | O_EXCL;
     case Files::Open::kCreateDirect:
       return O_WRONLY | O_CREAT | O_EXCL | O_DIRECT;
+    case Files::Open::kScratch:
+      return O_RDWR;
+    case Files::Open::kScratchDirect:
+      return O_RDWR | O_DIRECT;
     case Files::Open::kDirectory:
       return O_RDONLY | O_DIRECTORY;
     case Files::Open::kOwnDirectory:
@@ -47,9 +51,9 @@ int FlagsOf(Files::Open how) {
   return O_RDONLY;
 }
 
-// The files that may have a lock. A lock lives as long as any process has the file open. A forked
-// child inherits its parent's open files, so it would keep the lock after the parent has died: the
-// child closes them.
+// The files that may have a lock, and those without a name. A lock, and the room of a file without
+// a name, live as long as any process has the file open. A forked child inherits its parent's open
+// files, so it would keep both after the parent has died: the child closes them.
 class OwnFiles {
  public:
   static OwnFiles& Instance() { return instance_; }
@@ -59,7 +63,7 @@ class OwnFiles {
     for (;;) {
       const uint64_t forks = forks_;
       MakeRoom();
-      const int file = open(path, flags);
+      const int file = open(path, flags, 0600);
       if (file < 0) return -errno;
       {
         std::lock_guard lock(mutex_);
@@ -109,6 +113,16 @@ class OwnFiles {
 
 OwnFiles& OwnFiles::instance_ = *new OwnFiles;
 
+// A file system may have no files without a name. Then the file loses its name at once.
+int OpenScratch(const std::string& directory, int flags) {
+  const int file = OwnFiles::Instance().Open(directory.c_str(), flags | O_TMPFILE | O_EXCL);
+  if (file != -EOPNOTSUPP && file != -EISDIR) return file;
+  const std::string path = directory + "/hybridopt-" + std::to_string(RandomBits());
+  const int named = OwnFiles::Instance().Open(path.c_str(), flags | O_CREAT | O_EXCL);
+  if (named >= 0) (void)unlink(path.c_str());
+  return named;
+}
+
 // Reads the names in the directory and closes it, also if there is no memory for them.
 int ReadNames(DIR* directory, std::vector<std::string>* names) {
   const std::unique_ptr<DIR, int (*)(DIR*)> closed(directory, closedir);
@@ -126,6 +140,7 @@ int ReadNames(DIR* directory, std::vector<std::string>* names) {
 int Files::OpenFile(const std::string& path, Open how) {
   const int flags = FlagsOf(how) | O_CLOEXEC;
   if (how == Open::kOwnDirectory) return OwnFiles::Instance().Open(path.c_str(), flags);
+  if (how == Open::kScratch || how == Open::kScratchDirect) return OpenScratch(path, flags);
   return OrErrno(open(path.c_str(), flags, 0666));
 }
 

@@ -19,6 +19,8 @@ class Files {
     kReadDirect,    // bypasses the page cache: addresses, offsets and sizes are multiples of 4096
     kCreate,        // a new file, for writing; an existing one is not opened
     kCreateDirect,  // the same, bypassing the page cache
+    kScratch,        // a new file without a name in this directory, for reading and writing
+    kScratchDirect,  // the same, bypassing the page cache
     kDirectory,     // a directory, for fsync
     kOwnDirectory   // a directory, to be locked or emptied; not through a symbolic link
   };

@@ -80,6 +80,11 @@ Result<File> File::Open(Files& files, std::string path) {
   return Open(files, std::move(path), Files::Open::kReadDirect, Files::Open::kRead, "open");
 }
 
+Result<File> File::Scratch(Files& files, std::string directory) {
+  return Open(files, std::move(directory), Files::Open::kScratchDirect, Files::Open::kScratch,
+              "make a file in");
+}
+
 File::~File() {
   if (file_ >= 0) (void)files_->Close(file_);
 }

@@ -30,11 +30,14 @@ class File {
  public:
   static Result<File> Create(system::Files& files, std::string path);  // must not exist
   static Result<File> Open(system::Files& files, std::string path);    // opens for reading
+  // A file without a name in this directory, for reading and writing; path() is the directory.
+  static Result<File> Scratch(system::Files& files, std::string directory);
   ~File();                                                             // closes the file
   File(File&& other) noexcept { *this = std::move(other); }
   File& operator=(File&& other) noexcept;
 
   const std::string& path() const { return path_; }
+  bool is_direct() const { return direct_; }  // it bypasses the page cache
   Result<uint64_t> Size();
 
   // Reserves space on disk, if the file system can do that.

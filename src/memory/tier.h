@@ -11,19 +11,25 @@
 namespace hybridopt {
 
 // The values are those of the ABI.
-enum class Tier : uint8_t { kDevice = OFFLOAD_TIER_DEVICE, kHost = OFFLOAD_TIER_HOST };
+enum class Tier : uint8_t {
+  kDevice = OFFLOAD_TIER_DEVICE,
+  kHost = OFFLOAD_TIER_HOST,
+  kDisk = OFFLOAD_TIER_DISK
+};
 constexpr size_t IndexOf(Tier tier) { return static_cast<size_t>(tier); }
 
 struct TierRow {
   Tier tier;
   const char* name;
   // true: state on this tier is cut into chunks. CPU workers update a chunk in place, or the device
-  // updates it in the device's ring. false: the device updates the state of this tier in place.
+  // updates it in the device's ring. The chunks of the disk are in the host's ring meanwhile.
+  // false: the device updates the state of this tier in place.
   bool is_chunked;
 };
 
 inline constexpr std::array kTierRows = {TierRow{Tier::kDevice, "device", false},
-                                         TierRow{Tier::kHost, "host", true}};
+                                         TierRow{Tier::kHost, "host", true},
+                                         TierRow{Tier::kDisk, "disk", true}};
 inline constexpr uint32_t kTierCount = kTierRows.size();
 
 constexpr const TierRow& RowOf(Tier tier) { return kTierRows[IndexOf(tier)]; }

@@ -23,7 +23,7 @@ Status MasterFill::Initialize(std::span<const Addresses> addresses, StreamHandle
   }));
   for (uint32_t id = 0; id < table_.size(); ++id)
     HYBRIDOPT_TRY(FillOnDevice(id, addresses[id].data, true));
-  for (const Chunk& chunk : chunks_.chunks) HYBRIDOPT_TRY(FillChunk(chunk, addresses, true));
+  HYBRIDOPT_TRY(FillChunks(addresses, true));
   return AwaitDevice();
 }
 
@@ -33,7 +33,7 @@ Status MasterFill::Refresh(std::span<const MoveItem> params) {
     addresses_[item.param].data = item.address;
     HYBRIDOPT_TRY(FillOnDevice(item.param, item.address, false));
   }
-  for (const Chunk& chunk : chunks_.chunks) HYBRIDOPT_TRY(FillChunk(chunk, addresses_, false));
+  HYBRIDOPT_TRY(FillChunks(addresses_, false));
   return AwaitDevice();
 }
 
@@ -55,6 +55,25 @@ Status MasterFill::FillOnDevice(uint32_t id, void* data, bool moments) {
                                          reinterpret_cast<float*>(array)));
   }
   return {};
+}
+
+Status MasterFill::FillChunks(std::span<const Addresses> addresses, bool moments) {
+  const auto is_named = [&](const Fragment& fragment) {
+    return addresses[fragment.param].data != nullptr;
+  };
+  const auto wanted = [&](uint32_t number) {
+    const std::span<const Fragment> fragments = chunks_.FragmentsOf(chunks_.chunks[number]);
+    return moments || std::any_of(fragments.begin(), fragments.end(), is_named);
+  };
+  DiskMemory* const disk = memory_.disk();
+  if (disk != nullptr)
+    disk->Begin(wanted, moments ? DiskMemory::Content::kNew : DiskMemory::Content::kStored);
+  for (uint32_t number = 0; number < chunks_.chunks.size(); ++number) {
+    if (disk != nullptr) HYBRIDOPT_TRY(disk->Await(number));
+    HYBRIDOPT_TRY(FillChunk(chunks_.chunks[number], addresses, moments));
+    if (disk != nullptr) disk->Updated(number);
+  }
+  return disk != nullptr ? disk->End() : Status();
 }
 
 // Fills the masters of one chunk on the host from its params, and with `moments` the moments too.

@@ -49,6 +49,7 @@ class MasterFill {
 
  private:
   Status FillOnDevice(uint32_t id, void* data, bool moments);
+  Status FillChunks(std::span<const Addresses> addresses, bool moments);
   Status FillChunk(const Chunk& chunk, std::span<const Addresses> addresses, bool moments);
   void FillOnHost(const Chunk& chunk, std::byte* staged, std::span<const Addresses> addresses,
                   bool moments, uint32_t worker) const;

@@ -10,10 +10,11 @@ namespace hybridopt {
 Result<std::unique_ptr<Committed>> Committed::Make(Context& context, const ParamTable& table,
                                                    const Comm& comm,
                                                    const offload_optimizer_options_t& options,
+                                                   const std::vector<std::string>& disk_paths,
                                                    StateShape shape, Arrangement decided) {
   auto committed =
       std::make_unique<Committed>(context, table, std::move(shape), std::move(decided));
-  HYBRIDOPT_TRY(committed->TakeMemory());
+  HYBRIDOPT_TRY(committed->TakeMemory(disk_paths));
   committed->MakeParts(comm, options);
   committed->FillTables();
   return committed;
@@ -35,8 +36,12 @@ Committed::~Committed() {
   if (pipeline != nullptr) pipeline->CloseEarly();
 }
 
-Status Committed::TakeMemory() {
+Status Committed::TakeMemory(const std::vector<std::string>& disk_paths) {
   HYBRIDOPT_ASSIGN(memory, StateMemory::Create(context, shape, residence));
+  if (shape.options.on_disk()) {
+    HYBRIDOPT_ASSIGN(auto disk, DiskMemory::Create(context, shape, chunks, disk_paths));
+    memory->UseDisk(std::move(disk));
+  }
   HYBRIDOPT_ASSIGN(lanes, Lanes::Create(context, decided.lanes));
   HYBRIDOPT_ASSIGN(swap, SwapMemory::Create(context, shape, residence));
   host_norm_sums = std::make_unique<HostNormSums>(shape.norm_blocks, context.workers().threads());

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <variant>
 #include <vector>
 
@@ -37,6 +38,7 @@ struct Committed {
   static Result<std::unique_ptr<Committed>> Make(Context& context, const ParamTable& table,
                                                  const Comm& comm,
                                                  const offload_optimizer_options_t& options,
+                                                 const std::vector<std::string>& disk_paths,
                                                  StateShape shape, Arrangement decided);
   Committed(Context& context, const ParamTable& table, StateShape shape, Arrangement decided);
   ~Committed();
@@ -89,7 +91,7 @@ struct Committed {
   std::unique_ptr<Timeline> timeline;  // the destructor ends its work first
 
  private:
-  Status TakeMemory();
+  Status TakeMemory(const std::vector<std::string>& disk_paths);
   void MakeParts(const Comm& comm, const offload_optimizer_options_t& options);
   void FillTables();
 };

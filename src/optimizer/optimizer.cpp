@@ -17,9 +17,11 @@ namespace {
 
 constexpr uint64_t kDefaultCommTimeoutNs = 600'000'000'000;
 
-// The options without the caller's comm table: Comm has a copy of it, and the caller may free it.
-offload_optimizer_options_t WithoutComm(offload_optimizer_options_t options) {
+// The options without what the caller may free: Comm has a copy of its table, and the optimizer one
+// of the paths.
+offload_optimizer_options_t WithoutPointers(offload_optimizer_options_t options) {
   options.comm = nullptr;
+  options.disk_paths = nullptr;
   return options;
 }
 
@@ -42,7 +44,8 @@ Result<std::shared_ptr<Optimizer>> Optimizer::Create(std::shared_ptr<Context> co
 
 Optimizer::Optimizer(std::shared_ptr<Context> context, const offload_optimizer_options_t& options)
     : context_(std::move(context)),
-      options_(WithoutComm(options)),
+      options_(WithoutPointers(options)),
+      disk_paths_(DiskPaths(options.disk_paths)),
       comm_(MakeComm(options)),
       table_(options.algorithm, context_->device()) {
   context_->OptimizerCreated();
@@ -114,7 +117,10 @@ Result<offload_plan_t> Optimizer::Plan() const {
   HYBRIDOPT_ASSIGN(const StateShape shape, MakeShape());
   Arrangement arrangement = Arrange(table_, shape, options_.device_fraction);
   HYBRIDOPT_ASSIGN(offload_plan_t plan, FitRing(shape, arrangement));
-  plan.fits = CheckStateMayStream(shape, arrangement).ok() && CheckRoom(plan).ok() ? 1 : 0;
+  plan.fits = CheckStateMayStream(shape, arrangement).ok() &&
+                      DiskMemory::CheckRing(shape, arrangement.chunks).ok() && CheckRoom(plan).ok()
+                  ? 1
+                  : 0;
   return plan;
 }
 
@@ -130,8 +136,10 @@ Result<StateShape> Optimizer::MakeShape() const {
     HYBRIDOPT_TRY(CheckNoCpuUpdates(options_, context_->device()));
     shape.options.cpu_updates = false;
   }
+  HYBRIDOPT_TRY(CheckBesideDisk(shape));
   if (options_.save_buffer_bytes != kAutoSaveBuffer) return shape;
   shape.options.save_buffer_bytes = 0;
+  if (shape.options.on_disk()) return shape;  // a step waits for the save
   HYBRIDOPT_ASSIGN(
       const offload_plan_t plan,
       PlanOf(*context_, table_, shape, Arrange(table_, shape, options_.device_fraction)));
@@ -142,6 +150,21 @@ Result<StateShape> Optimizer::MakeShape() const {
     bytes = std::min(bytes, less(plan.pinned_bytes_left, PinnedBytesOf(plan)));
   shape.options.save_buffer_bytes = bytes;
   return shape;
+}
+
+// What state on disk does not go together with, where the params are known. A residence holds the
+// end of each region of the host, or nothing of it: between the elements that are on disk and those
+// of a param that is placed on the host would be memory without use.
+Status Optimizer::CheckBesideDisk(const StateShape& shape) const {
+  if (!shape.options.on_disk()) return {};
+  for (const Param& param : table_.params())
+    if (param.placement == OFFLOAD_PLACE_HOST && param.count > 0)
+      return Status::Error(OFFLOAD_UNSUPPORTED,
+                           "param '%.200s' has placement OFFLOAD_PLACE_HOST, but "
+                           "options.disk_fraction is %g; register it as OFFLOAD_PLACE_AUTO, in "
+                           "front of the others if it is to stay in memory",
+                           param.name.c_str(), shape.options.disk_fraction);
+  return {};
 }
 
 Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
@@ -258,9 +281,10 @@ Status Optimizer::Commit(StreamHandle stream) {
   Arrangement arrangement = Arrange(table_, shape, options_.device_fraction);
   HYBRIDOPT_ASSIGN(const offload_plan_t plan, FitRing(shape, arrangement));
   HYBRIDOPT_TRY(CheckStateMayStream(shape, arrangement));
+  HYBRIDOPT_TRY(DiskMemory::CheckRing(shape, arrangement.chunks));
   HYBRIDOPT_TRY(CheckRoom(plan));
   HYBRIDOPT_TRY(CheckChunkCount(shape));
-  HYBRIDOPT_ASSIGN(auto committed, Committed::Make(*context_, table_, comm_, options_,
+  HYBRIDOPT_ASSIGN(auto committed, Committed::Make(*context_, table_, comm_, options_, disk_paths_,
                                                    std::move(shape), std::move(arrangement)));
   HYBRIDOPT_TRY(committed->checkpoints->CheckRoom());
   HYBRIDOPT_TRY(committed->pipeline->Start());
@@ -268,6 +292,8 @@ Status Optimizer::Commit(StreamHandle stream) {
   if (options_.save_buffer_bytes != kAutoSaveBuffer)
     HYBRIDOPT_TRY(committed->checkpoints->TakeBuffer());
   HYBRIDOPT_TRY(committed->master_fill->Initialize(table_.addresses(), stream));
+  if (DiskMemory* const disk = committed->memory->disk(); disk != nullptr && !disk->is_direct())
+    context_->Note("state on disk goes through the page cache: a file system takes no direct I/O");
   HYBRIDOPT_TRY(PinStates(*committed));  // the workers must touch it before: Initialize does that
   HYBRIDOPT_TRY(committed->changes->ClearDevice());
   HYBRIDOPT_TRY(PrepareMatrices(*committed));
@@ -498,6 +524,8 @@ EventHandle Optimizer::ReadyEvent(uint32_t slot) const {
 Status Optimizer::ExecuteStep(const StepRequest& request, uint32_t slot, uint64_t sequence) {
   offload_step_result_t result{};
   BackgroundSave& save = committed_->checkpoints->save();
+  // State on disk has one user at a time.
+  if (committed_->memory->disk() != nullptr) HYBRIDOPT_TRY(save.AwaitCapture());
   HYBRIDOPT_TRY(save.BeforeStep(request.addresses));
   Timeline& timeline = *committed_->timeline;
   const auto issued = [&](uint64_t mark) { timeline.Issued(sequence, mark); };

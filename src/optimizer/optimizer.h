@@ -91,6 +91,7 @@ class Optimizer {
   Status GradsToKeep(std::span<uint8_t> keep) const;
 
  private:
+  Status CheckBesideDisk(const StateShape& shape) const;
   Status CheckRoom(const offload_plan_t& plan) const;
   Result<StateShape> MakeShape() const;
   Result<offload_plan_t> FitRing(const StateShape& shape, Arrangement& arrangement) const;
@@ -151,7 +152,8 @@ class Optimizer {
   Result<uint64_t> SequenceOf(offload_ticket_t ticket) const;
 
   const std::shared_ptr<Context> context_;
-  const offload_optimizer_options_t options_;
+  const offload_optimizer_options_t options_;  // without pointers
+  const std::vector<std::string> disk_paths_;
   Comm comm_;
   ParamTable table_;
   std::vector<offload_binding_t> bindings_;  // of the running offload_optimizer_bind

@@ -6,6 +6,7 @@
 #include "comm/comm.h"
 #include "kernels/algorithms.h"
 #include "kernels/formats/format.h"
+#include "place/disk_memory.h"
 #include "runtime/worker_pool.h"
 #include "state/move_table.h"
 
@@ -169,6 +170,62 @@ Status CheckEarlyUpdates(const offload_optimizer_options_t& options, const Devic
   return {};
 }
 
+Status CheckDiskFraction(const offload_optimizer_options_t& options) {
+  const double fraction = options.disk_fraction;
+  if (!(fraction >= 0 && fraction <= 1))  // written so that NaN fails
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.disk_fraction is %g, expected 0 (no state on disk) to 1 (all on "
+                         "disk)",
+                         fraction);
+  if (options.device_fraction + fraction > 1)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.device_fraction is %g and disk_fraction is %g, expected at most "
+                         "1 together; lower one of them",
+                         options.device_fraction, fraction);
+  if (fraction > 0 && DiskPaths(options.disk_paths).empty())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.disk_fraction is %g, but disk_paths names no directory; name "
+                         "one, or several with ':' between them",
+                         fraction);
+  if (fraction == 0 && options.disk_paths != nullptr)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.disk_paths is '%.300s', but disk_fraction is 0, so that no state "
+                         "is on disk; set it, or leave disk_paths NULL",
+                         options.disk_paths);
+  if (fraction == 0 && options.disk_ring_bytes != 0)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.disk_ring_bytes is %llu, but disk_fraction is 0, so that no "
+                         "state is on disk; set it, or leave disk_ring_bytes 0",
+                         static_cast<unsigned long long>(options.disk_ring_bytes));
+  return {};
+}
+
+// What state on disk does not go together with.
+Status CheckBesideDisk(const offload_optimizer_options_t& options) {
+  if (options.disk_fraction == 0) return {};
+  if (options.host_executors == OFFLOAD_EXECUTORS_STREAMED || options.stream_ring_bytes != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED,
+                         "options.disk_fraction is %g, but host_executors is %d and "
+                         "stream_ring_bytes is %llu: state on disk does not stream through the "
+                         "device; use OFFLOAD_EXECUTORS_AUTO and 0, or no state on disk",
+                         options.disk_fraction, options.host_executors,
+                         static_cast<unsigned long long>(options.stream_ring_bytes));
+  if (options.early_update_bytes != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED,
+                         "options.disk_fraction is %g, but early_update_bytes is %llu: state on "
+                         "disk is not updated before its step; leave it 0, or put no state on disk",
+                         options.disk_fraction,
+                         static_cast<unsigned long long>(options.early_update_bytes));
+  if (options.save_buffer_bytes != 0 && options.save_buffer_bytes != UINT64_MAX)
+    return Status::Error(OFFLOAD_UNSUPPORTED,
+                         "options.disk_fraction is %g, but save_buffer_bytes is %llu: with state "
+                         "on disk a step waits until a save has read all state; leave it 0, or put "
+                         "no state on disk",
+                         options.disk_fraction,
+                         static_cast<unsigned long long>(options.save_buffer_bytes));
+  return {};
+}
+
 Status CheckTrackChanges(const offload_optimizer_options_t& options) {
   if (options.track_changes != 0 && options.track_changes != 1)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
@@ -207,6 +264,8 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const D
   HYBRIDOPT_TRY(CheckExecutors(options, device));
   HYBRIDOPT_TRY(CheckEarlyUpdates(options, device));
   HYBRIDOPT_TRY(CheckTrackChanges(options));
+  HYBRIDOPT_TRY(CheckDiskFraction(options));
+  HYBRIDOPT_TRY(CheckBesideDisk(options));
   if (options.comm_timeout_ns > INT64_MAX)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.comm_timeout_ns is %llu, expected at most 2^63 - 1",
@@ -235,6 +294,12 @@ Status CheckNoCpuUpdates(const offload_optimizer_options_t& options, const Devic
                          "a step; leave it 0",
                          static_cast<unsigned long long>(options.early_update_bytes),
                          device.name());
+  if (options.disk_fraction > 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED,
+                         "options.disk_fraction is %g, but the optimizer has matrices of "
+                         "OFFLOAD_MUON, which only %s updates, and only CPU threads update state "
+                         "on disk; leave it 0",
+                         options.disk_fraction, device.name());
   return {};
 }
 
@@ -253,12 +318,16 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
   shape.chunk_elements =
       options.chunk_elements != 0 ? options.chunk_elements : device.default_chunk_elements();
   shape.cpu_updates = options.host_executors != OFFLOAD_EXECUTORS_STREAMED;
-  shape.streams_state = !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU;
+  shape.streams_state = !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU &&
+                        options.disk_fraction == 0;
   if (shape.streams_state) shape.pin_piece_bytes = device.pin_piece_bytes();
   shape.stream_ring_bytes = options.stream_ring_bytes;
   shape.early_bytes = options.early_update_bytes;
   shape.tracks_changes = options.track_changes != 0;
   shape.save_buffer_bytes = options.save_buffer_bytes;
+  shape.disk_fraction = options.disk_fraction;
+  shape.disk_ring_bytes =
+      options.disk_ring_bytes != 0 ? options.disk_ring_bytes : DiskMemory::kDefaultRingBytes;
   shape.staging_slots = options.staging_slots != 0 ? options.staging_slots : kDefaultStagingSlots;
   return shape;
 }

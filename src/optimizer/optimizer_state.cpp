@@ -54,7 +54,9 @@ Result<offload_state_view_t> Optimizer::State(uint32_t param_id, int32_t kind) c
   offload_state_view_t view{};
   view.dtype = RowOf(shaped.format[slot]).view_dtype;
   view.device_count = device_count;
-  view.host_count = param.count - device_count;
+  if (shaped.Keeps(Tier::kDisk, slot))
+    view.disk_count = committed_->residence.range(param_id, Tier::kDisk).count;
+  view.host_count = param.count - device_count - view.disk_count;
   view.step_count = committed_->step_counts.of(param_id);
   if (view.device_count > 0 && committed_->lifecycle->states_on_host(param_id))
     return Status::Error(OFFLOAD_INVALID_STATE,
@@ -139,7 +141,7 @@ Status Optimizer::WriteState(const StateKindElements& asked, const float* values
   Status status = CatchExceptions("a write of state", [&]() -> Status {
     HYBRIDOPT_TRY(writer.Write(elements, LocationOf(elements.param), OFFLOAD_FP32,
                                reinterpret_cast<const std::byte*>(values)));
-    return writer.Await();
+    return writer.End();
   });
   if (status.ok()) return {};
   status = Status::Error(status.code(),
@@ -173,6 +175,10 @@ offload_stats_t Optimizer::Stats() const {
   for (Tier tier : kTiers) stats.state_bytes[IndexOf(tier)] = committed_->state_bytes[tier];
   stats.state_bytes[OFFLOAD_TIER_DEVICE] -= lifecycle.states_on_host_bytes();
   stats.state_bytes[OFFLOAD_TIER_HOST] += lifecycle.states_on_host_bytes();
+  if (const DiskMemory* const disk = committed_->memory->disk(); disk != nullptr) {
+    stats.disk_read_bytes = disk->read_bytes();
+    stats.disk_written_bytes = disk->written_bytes();
+  }
   stats.queued = committed_->timeline->queued();
   const LinkUser& link = committed_->lanes->link();
   stats.gave_way_copies = link.gave_way_copies();

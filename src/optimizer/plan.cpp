@@ -5,6 +5,7 @@
 #include "base/system.h"
 #include "move/master_fill.h"
 #include "move/mover.h"
+#include "place/disk_memory.h"
 #include "save/checkpoints.h"
 #include "step/step.h"
 
@@ -87,7 +88,10 @@ double MiB(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 Arrangement Arrange(const ParamTable& table, const StateShape& shape, double device_fraction) {
   Arrangement arrangement;
   arrangement.device_fraction = device_fraction;
-  arrangement.residence = Residence(table, shape, {{device_fraction}});
+  ByTier<double> fractions;
+  fractions[Tier::kDevice] = device_fraction;
+  fractions[Tier::kDisk] = shape.options.disk_fraction;
+  arrangement.residence = Residence(table, shape, fractions);
   arrangement.chunks = CutChunks(table, shape, arrangement.residence);
   arrangement.lanes = LaneSizesOf(shape, arrangement.residence, arrangement.chunks);
   return arrangement;
@@ -136,7 +140,13 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   plan.host_early_bytes = StepPipeline::EarlyBytes(table, shape);
   plan.host_change_bytes = ChangeLog::HostBytes(shape);
   plan.host_save_bytes = Checkpoints::BufferBytes(table, shape);
-  plan.host_bytes += plan.host_early_bytes + plan.host_change_bytes + plan.host_save_bytes;
+  const DiskMemory::Sizes disk = DiskMemory::SizesOf(shape, arrangement.chunks);
+  plan.disk_bytes = disk.file_bytes;
+  plan.disk_step_bytes = disk.step_bytes;
+  plan.host_disk_bytes = disk.ring_bytes();
+  plan.host_scratch_bytes += disk.table_bytes;
+  plan.host_bytes += plan.host_early_bytes + plan.host_change_bytes + plan.host_save_bytes +
+                     plan.host_disk_bytes + disk.table_bytes;
   plan.host_available_bytes = system::AvailableBytes();
   plan.pinned_bytes_left = context.PinnedBytesLeft();
   plan.chunk_count = arrangement.chunks.chunks.size();
@@ -144,7 +154,8 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   plan.params_up_bytes = arrangement.chunks.params_up_bytes;
   if (!device.unified()) plan.staging_bytes = Lanes::PinnedBytes(arrangement.lanes);
   plan.host_bytes += plan.staging_bytes;
-  SetNodeBytes(PlannedNodeBytes(context, state_bytes[Tier::kHost], plan), plan);
+  SetNodeBytes(PlannedNodeBytes(context, state_bytes[Tier::kHost] + plan.host_disk_bytes, plan),
+               plan);
   if (device.unified()) return plan;
   plan.device_scratch_bytes = Lanes::DeviceScratchBytes(arrangement.lanes);
   plan.device_change_bytes = shape.change_words * sizeof(uint64_t);

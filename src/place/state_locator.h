@@ -1,5 +1,5 @@
 // StateLocator: finds the address of a param's state at some point of the timeline: on the device,
-// in the host's arena, in the swap memory for offloaded states, or in the param itself.
+// in the host's arena, on disk, in the swap memory for offloaded states, or in the param itself.
 #pragma once
 
 #include <algorithm>
@@ -29,6 +29,24 @@ struct StateRange {
   // If the format is "beside the param": the params, without which the range cannot be decoded.
   std::byte* params = nullptr;
   bool params_on_device = false;
+  // If it is on disk: `data` is NULL until Bring has brought the range into memory, where it stays
+  // until another range of the same array is brought.
+  DiskMemory* disk = nullptr;
+  uint32_t disk_param = 0;
+  StateSlot disk_slot = kMaster;
+  uint64_t disk_first = 0;
+
+  Status Bring() {
+    if (disk == nullptr) return {};
+    HYBRIDOPT_TRY(disk->Hold(disk_param, disk_slot, disk_first));
+    data = disk->At(disk_param, disk_slot, disk_first);
+    return {};
+  }
+  Status BringToWrite() {
+    HYBRIDOPT_TRY(Bring());
+    if (disk != nullptr) disk->Wrote(disk_slot);
+    return {};
+  }
 };
 
 struct ParamRange {
@@ -52,7 +70,8 @@ class StateLocator {
         swap_(swap),
         swap_states_(states) {}
 
-  // The range that starts at element `first`, with at most `count` elements.
+  // The range that starts at element `first`, with at most `count` elements, on one tier, and on
+  // disk in one chunk.
   StateRange At(uint32_t id, StateSlot slot, uint64_t first, uint64_t count,
                 const ParamLocation& location) const {
     const ParamShape& param = shape_.params[id];
@@ -71,6 +90,7 @@ class StateLocator {
               params_on_device, true};
     if (tier == Tier::kDevice && location.states_on_host)
       return {swap_states_.At(param, slot, first), format, count, false, false};
+    if (tier == Tier::kDisk) return OnDisk(id, slot, first, count, format);
     return {memory_.At(tier, id, slot, first), format, count, tier == Tier::kDevice, false};
   }
 
@@ -83,6 +103,8 @@ class StateLocator {
   int32_t KindOf(uint32_t id, StateSlot slot) const {
     return StateKindOf(table_.algorithm(id), slot);
   }
+  // The state on disk; NULL if there is none.
+  DiskMemory* disk() const { return memory_.disk(); }
   // Whether the param has this state, in any format. Masters count even if they are stored beside
   // the param.
   bool Has(uint32_t id, StateSlot slot) const {
@@ -91,6 +113,17 @@ class StateLocator {
   }
 
  private:
+  StateRange OnDisk(uint32_t id, StateSlot slot, uint64_t first, uint64_t count,
+                    Format format) const {
+    const Fragment& fragment = memory_.disk()->FragmentOf(id, first);
+    StateRange range{nullptr, format, std::min(count, fragment.begin + fragment.count - first),
+                     false, false};
+    range.disk = memory_.disk();
+    range.disk_param = id;
+    range.disk_slot = slot;
+    range.disk_first = first;
+    return range;
+  }
   std::byte* ParamAt(uint32_t id, const ParamLocation& location) const {
     return location.params_on_host ? swap_.Params(id) : static_cast<std::byte*>(location.data);
   }

@@ -88,6 +88,7 @@ void StateMemory::AddNodeBytes(const Residence& residence, NodeBytes* sum) const
     const uint64_t begin = shape_.host_region_begin[slot];
     arena_.AddNodeBytes(begin + range.begin, begin + range.end, sum);
   }
+  if (disk_ != nullptr) disk_->AddNodeBytes(sum);
 }
 
 // On the host every residence holds the end of a region, or nothing of it. So the bytes to free are

@@ -1,15 +1,17 @@
 // StateMemory: the masters and moments of one optimizer, on all tiers. Each slot has one region of
-// addresses on each tier; the residence says which part of it has memory.
+// addresses on the device and on the host; the residence says which part of it has memory.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "machine/context.h"
 #include "memory/arena.h"
 #include "memory/device_window.h"
+#include "place/disk_memory.h"
 #include "state/residence.h"
 
 namespace hybridopt {
@@ -77,14 +79,19 @@ class StateMemory {
   uint64_t pinned_bytes() const;
   static uint64_t PinnedBytes(const StateShape& shape, const Residence& residence);
 
-  // Adds the bytes of the host's state on each NUMA node.
+  // Adds the bytes of the host's state, and of the disk's ring, on each NUMA node.
   void AddNodeBytes(const Residence& residence, NodeBytes* sum) const;
 
+  // The state on disk; NULL if there is none.
+  void UseDisk(std::unique_ptr<DiskMemory> disk) { disk_ = std::move(disk); }
+  DiskMemory* disk() const { return disk_.get(); }
+
   // The address of an element on a tier; NULL if that tier has no such array. The residence tells
-  // whether there is memory at that address.
+  // whether there is memory at that address; an element on disk must be in the ring of the disk.
   std::byte* At(Tier tier, uint32_t param, StateSlot slot, uint64_t element = 0) const {
     const ParamShape& shaped = shape_.params[param];
     if (!shaped.Keeps(tier, slot)) return nullptr;
+    if (tier == Tier::kDisk) return disk_->At(param, slot, element);
     return regions_[tier][slot] + shaped.ByteAt(tier, slot, element);
   }
 
@@ -114,6 +121,7 @@ class StateMemory {
   Arena arena_;
   std::array<DeviceWindow, kStateSlots> windows_;
   ByTier<std::array<std::byte*, kStateSlots>> regions_;  // where each region begins
+  std::unique_ptr<DiskMemory> disk_;
   bool has_device_ = true;
 };
 

@@ -14,7 +14,7 @@ constexpr uint64_t kCutElements = 1024;  // chunks that are not full have whole 
 // Returns the number of elements of the next chunk. `rest` is the number of elements that no chunk
 // has yet.
 uint64_t ChunkElements(const StateShape& shape, uint64_t rest) {
-  if (shape.options.unified) return UINT64_MAX;
+  if (shape.options.one_chunk()) return UINT64_MAX;
   if (!SharesChunks(shape)) return shape.options.chunk_elements;
   return std::clamp(system::RoundUp(rest / kChunksAhead, kCutElements),
                     SmallestChunkElements(shape), shape.options.chunk_elements);

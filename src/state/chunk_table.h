@@ -137,7 +137,7 @@ inline constexpr uint64_t kSmallChunksMost = 96;
 
 // An upper bound of the number of chunks: their number when all state is on the host.
 inline uint64_t ChunksMost(const StateShape& shape) {
-  if (shape.options.unified) return 1;
+  if (shape.options.one_chunk()) return 1;
   const uint64_t full = shape.element_count / shape.options.chunk_elements + 1;
   const uint64_t most = !SharesChunks(shape)
                             ? full

@@ -49,14 +49,16 @@ ByTier<uint64_t> Take(uint64_t count, const Unit& unit, ByTier<uint64_t>& shares
 Residence::Residence(const ParamTable& table, const StateShape& shape,
                      const ByTier<double>& fractions) {
   const uint64_t automatic = AutomaticElements(table);
-  ByTier<uint64_t> shares = Shares(automatic, fractions);
+  ByTier<double> wanted = fractions;
+  if (shape.options.unified) wanted[Tier::kDevice] = 0;
+  ByTier<uint64_t> shares = Shares(automatic, wanted);
   ends_.reserve(table.size());
   for (uint32_t id = 0; id < table.size(); ++id) {
     const Param& param = table.param(id);
     ByTier<uint64_t> whole;  // for a param that one tier holds
     const bool on_device = param.placement == OFFLOAD_PLACE_DEVICE && !shape.options.unified;
     whole[on_device ? Tier::kDevice : Tier::kHost] = param.count;
-    const bool shared = param.placement == OFFLOAD_PLACE_AUTO && !shape.options.unified;
+    const bool shared = param.placement == OFFLOAD_PLACE_AUTO;
     ends_.push_back(Take(param.count, shape.params[id].unit, shared ? shares : whole));
   }
   for (uint32_t id = 0; id < table.size(); ++id)

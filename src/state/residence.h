@@ -3,7 +3,7 @@
 //
 // The state of each param is in consecutive ranges, one for each tier, in the order of the tiers:
 //
-//   param    | device | host ............... |
+//   param    | device | host .......... | disk ... |
 //
 // A range may be empty. The elements of params that are placed OFFLOAD_PLACE_AUTO are divided
 // together: in registration order, the first elements go to the first tier. A range ends where a

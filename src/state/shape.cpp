@@ -49,7 +49,9 @@ void ChooseOrders(const ParamTable& table, StateShape& shape) {
 void ChooseFormats(const Param& param, const ShapeOptions& options, StateShape& shape,
                    ParamShape& shaped) {
   const Format master = param.dtype == OFFLOAD_BF16 ? options.formats.master : Format::kFp32;
-  const Tier params_tier = options.unified ? Tier::kHost : Tier::kDevice;
+  const auto is_with_params = [&](Tier tier) {
+    return options.unified ? tier != Tier::kDevice : tier == Tier::kDevice;
+  };
   shaped.format = {Format::kFp32, options.formats.moment0, options.formats.moment1, Format::kFp32};
   if (RowOf(master).beside_param) shaped.format[kMasterLow] = master;
   for (uint32_t index = 0; index < kStateSlots; ++index) {
@@ -57,7 +59,7 @@ void ChooseFormats(const Param& param, const ShapeOptions& options, StateShape& 
     const bool has = HasState(shaped.rule, master, slot);
     const bool own_master = slot == kMaster && param.dtype == OFFLOAD_FP32;
     for (Tier tier : kTiers)
-      shaped.kept[tier][slot] = has && !(own_master && tier == params_tier) &&
+      shaped.kept[tier][slot] = has && !(own_master && is_with_params(tier)) &&
                                 !(options.unified && tier == Tier::kDevice);
   }
   const bool rounds = RowOf(master).is_rounded || (HasState(shaped.rule, master, kMoment0) &&

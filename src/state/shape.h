@@ -60,6 +60,12 @@ struct ShapeOptions {
   bool tracks_changes = false;     // steps note which elements of params they change
   uint64_t save_buffer_bytes = 0;  // for state that a step puts aside while a save has to read it
   uint64_t pin_piece_bytes = UINT64_MAX;  // see Device::pin_piece_bytes
+  double disk_fraction = 0;        // of the elements that are placed automatically
+  uint64_t disk_ring_bytes = 0;    // of host memory for the state of the disk that is in use
+
+  bool on_disk() const { return disk_fraction > 0; }
+  // Whether all chunks are in host memory and nothing of them is staged, so that they are one.
+  bool one_chunk() const { return unified && !on_disk(); }
 };
 
 // The smallest ranges of a param that may be cut. Units are counted in the whole tensor: the first
@@ -111,8 +117,8 @@ struct ParamShape {
   Rule rule;                      // the rule of its group at commit, which decides the moments
   std::array<Format, kStateSlots> format;  // the format of each slot that the param has
   // Whether a tier has an array for the slot, and at which byte of the region its element 0 is. An
-  // fp32 param is its own master on the tier where the param is: on the device, and on the host if
-  // host and device share one memory. That tier has no master array for the param.
+  // fp32 param is its own master on the tier where the param is: on the device, or on the host and
+  // the disk if host and device share one memory. Such a tier has no master array for the param.
   ByTier<std::array<bool, kStateSlots>> kept;
   ByTier<std::array<uint64_t, kStateSlots>> offset;
   // Stripes: the indices of the param's elements in the whole tensor, from which stochastic

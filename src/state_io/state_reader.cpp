@@ -34,8 +34,9 @@ void Decode(const StateRange& range, uint64_t first, uint64_t count, float* into
 
 }  // namespace
 
-Status StateReader::Read(const StateRange& range, uint64_t first, uint64_t count, int32_t dtype,
+Status StateReader::Read(StateRange range, uint64_t first, uint64_t count, int32_t dtype,
                          std::byte* into) {
+  HYBRIDOPT_TRY(range.Bring());
   if (IsArrayOf(range.format, dtype)) {
     const FormatRow& format = RowOf(range.format);
     const std::byte* const data = range.data + format.Bytes(first);
@@ -75,7 +76,8 @@ Status StateReader::DecodeFromDevice(const StateRange& range, uint64_t first, ui
   return {};
 }
 
-Status StateReader::ReadForCaller(const StateRange& range, float* into) {
+Status StateReader::ReadForCaller(StateRange range, float* into) {
+  HYBRIDOPT_TRY(range.Bring());
   if (!OnHost(range)) return DecodeFromDevice(range, 0, range.count, into);
   return ShareWork(
       transfer_.context(), range.count, sizeof(float),

@@ -70,8 +70,9 @@ Status StateWriter::Write(const StateElements& elements, const ParamLocation& lo
   has_written_ = true;
   for (uint64_t done = 0; done < elements.count;) {
     const uint64_t first = elements.first + done;
-    const StateRange range =
+    StateRange range =
         locator_.At(elements.param, elements.slot, first, elements.count - done, location);
+    HYBRIDOPT_TRY(range.BringToWrite());
     const std::byte* const from = values + done * DtypeBytes(dtype);
     HYBRIDOPT_TRY(WriteRange(range, dtype, from));
     if (elements.slot == kMaster && !range.is_param)
@@ -126,13 +127,19 @@ Status StateWriter::Put(std::byte* array, uint64_t count, uint64_t element_bytes
   return {};
 }
 
+Status StateWriter::End() {
+  HYBRIDOPT_TRY(Await());
+  return locator_.disk() != nullptr ? locator_.disk()->Flush() : Status();
+}
+
 Status StateWriter::Reset(uint32_t param, StateSlot slot, const ParamLocation& location,
                           float first_moment) {
   has_written_ = true;
   const uint64_t count = table_.param(param).count;
   const Pattern pattern = InitialPattern(shape_.params[param], slot, first_moment);
   for (uint64_t first = 0; first < count;) {
-    const StateRange range = locator_.At(param, slot, first, count - first, location);
+    StateRange range = locator_.At(param, slot, first, count - first, location);
+    HYBRIDOPT_TRY(range.BringToWrite());
     if (range.on_device)
       HYBRIDOPT_TRY(transfer_.Fill(range.data, range.count, pattern));
     else

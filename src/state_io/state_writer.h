@@ -42,8 +42,10 @@ class StateWriter {
                const std::byte* values);
   // Sets all elements of a moment to its initial value (InitialPattern).
   Status Reset(uint32_t param, StateSlot slot, const ParamLocation& location, float first_moment);
-  // Waits until all queued writes have been done.
+  // Waits until queued writes have read the values.
   Status Await() { return transfer_.AwaitUp(); }
+  // The last call: waits until all has been written.
+  Status End();
   // Whether state may have been written. If so, after a failure the state is partly old and partly
   // new.
   bool has_written() const { return has_written_; }

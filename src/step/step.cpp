@@ -19,10 +19,11 @@ StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t ro
       host_norm_sums_(parts.host_norm_sums),
       step_counts_(parts.step_counts),
       comm_(parts.comm),
+      disk_(parts.memory.disk()),
       plan_(parts.table, parts.shape, parts.residence, parts.chunks, parts.swap, rounding_seed),
       updater_(parts.table, parts.shape, parts.memory, context.kernels(), parts.changes),
       aside_(parts.table, parts.shape, parts.residence, parts.memory, plan_, parts.lanes),
-      cpu_executor_(context, parts.table, plan_, parts.lanes, queue_, *this, updater_),
+      cpu_executor_(context, parts.table, plan_, parts.lanes, disk_, queue_, *this, updater_),
       streamed_(context.side_threads(), parts.table, parts.shape, plan_, parts.memory, parts.lanes,
                 queue_, *this, aside_, parts.changes),
       device_executor_(parts.table, parts.shape, parts.memory, parts.lanes, parts.changes),
@@ -76,6 +77,7 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
   marks_ = &marks;
   HYBRIDOPT_TRY(early_.Stop(request));
   plan_.Make(request, step_counts_);
+  BeginDisk();
   Verdict verdict{};
   if (device_.unified()) {
     HYBRIDOPT_TRY(RunInPlace(request, result, &verdict));
@@ -83,6 +85,7 @@ Status StepPipeline::Run(const StepRequest& request, EventHandle ready, Capture*
   } else {
     HYBRIDOPT_TRY(RunStaged(request, ready, result, &verdict));
   }
+  HYBRIDOPT_TRY(EndDisk());
   HYBRIDOPT_TRY(PutBorrowedAside(result));
   CountStep(verdict, result);
   early_.End(request, result);
@@ -147,6 +150,11 @@ Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
   return Decide(sum, request.grad_scale, request.grad_norm_max);
 }
 
+void StepPipeline::BeginDisk() {
+  if (disk_ != nullptr)
+    disk_->Begin([this](uint32_t chunk) { return plan_.active_count(chunk) > 0; });
+}
+
 // ----------------------------------------------------------------------- params in host memory --
 
 Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_t* result,
@@ -165,6 +173,7 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   Stopwatch update(result->update_seconds);
   HostStep step = HostStepNow();
   step.follow_params = (request.flags & OFFLOAD_STEP_FOLLOW_PARAMS) != 0;
+  if (disk_ != nullptr) return UpdateThroughDiskRing(step, result);
   const uint64_t total = plan_.active_count(0);
   result->cpu_elements = total;
   // The update is one pass. While a save has state to read that its buffer has no room for, the
@@ -172,7 +181,7 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   // nothing to wait for between ranges; cut up, the pass would end each range with a wait for the
   // last worker, whose CPU the save's threads may be using.
   if (capture_ == nullptr || !capture_->reads_state() || capture_->AwaitRoom(0))
-    return UpdateInPlace(step, {0, total});
+    return UpdateInPlace(step, 0, {0, total});
   WorkRange range{0, 0};
   for (const Fragment& fragment : plan_.fragments(0)) {
     if (!plan_.param(fragment.param).active) continue;
@@ -180,25 +189,41 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
     for (uint64_t first = 0, end = 0; first < fragment.count; first = end) {
       end = fragment.unit.CutOf(first, fragment.count, most);  // as segments of the capture
       if (range.end - range.begin + end - first > most) {
-        HYBRIDOPT_TRY(UpdateInPlace(step, range));
+        HYBRIDOPT_TRY(UpdateInPlace(step, 0, range));
         range.begin = range.end;
       }
       range.end += end - first;
     }
   }
-  return UpdateInPlace(step, range);
+  return UpdateInPlace(step, 0, range);
 }
 
-Status StepPipeline::UpdateInPlace(const HostStep& step, const WorkRange& range) {
+// Some chunks are on disk: while one is updated, threads read later ones and write earlier ones.
+Status StepPipeline::UpdateThroughDiskRing(const HostStep& step, offload_step_result_t* result) {
+  for (uint32_t chunk = 0; chunk < plan_.chunk_count(); ++chunk) {
+    {
+      const TraceRange range(lanes_.trace(), TraceRow::kSteps, "await state from disk", chunk);
+      Stopwatch stall(result->stall_seconds);
+      HYBRIDOPT_TRY(disk_->Await(chunk));
+    }
+    HYBRIDOPT_TRY(UpdateInPlace(step, chunk, {0, plan_.active_count(chunk)}));
+    disk_->Updated(chunk);
+    result->cpu_elements += plan_.active_count(chunk);
+  }
+  return {};
+}
+
+Status StepPipeline::UpdateInPlace(const HostStep& step, uint32_t chunk,
+                                   const WorkRange& range) {
   if (range.begin == range.end) return {};
-  updater_.PutAside(step, 0, range);
-  const ProfilerRange updating("update", 0);
-  updater_.Begin(plan_, 0, range, work_);
+  updater_.PutAside(step, chunk, range);
+  const ProfilerRange updating("update", chunk);
+  updater_.Begin(plan_, chunk, range, work_);
   const Status status = work_.pieces.Share(context_.workers(), [&](uint32_t worker) {
-    const TraceSpan span(lanes_.trace(), WorkerRow(worker), "update", 0);
-    updater_.Update(step, 0, {}, work_, worker);
+    const TraceSpan span(lanes_.trace(), WorkerRow(worker), "update", chunk);
+    updater_.Update(step, chunk, {}, work_, worker);
   });
-  updater_.Copied(step, 0, range, status.ok());
+  updater_.Copied(step, chunk, range, status.ok());
   return status;
 }
 

@@ -122,8 +122,13 @@ class StepPipeline : private ChunkProgress {
   void CountStep(const Verdict& verdict, offload_step_result_t* result);
   HostStep HostStepNow() const { return {plan_, host_coefficients_, capture_}; }
 
+  // Reads state on disk ahead, in the order of chunks, from before the verdict is known.
+  void BeginDisk();
+  Status EndDisk() { return disk_ != nullptr ? disk_->End() : Status(); }
+
   Status RunInPlace(const StepRequest& request, offload_step_result_t* result, Verdict* verdict);
-  Status UpdateInPlace(const HostStep& step, const WorkRange& range);
+  Status UpdateThroughDiskRing(const HostStep& step, offload_step_result_t* result);
+  Status UpdateInPlace(const HostStep& step, uint32_t chunk, const WorkRange& range);
   Status PutDeviceShareAside();
   Status PutBorrowedAside(offload_step_result_t* result);
   Status AwaitGradients(EventHandle ready);
@@ -151,6 +156,7 @@ class StepPipeline : private ChunkProgress {
   HostNormSums& host_norm_sums_;
   StepCounts& step_counts_;
   const Comm& comm_;
+  DiskMemory* const disk_;  // NULL if no state is on disk
   StepPlan plan_;
   const ChunkUpdater updater_;
   AsideCopier aside_;

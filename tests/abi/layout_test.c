@@ -82,7 +82,7 @@ static const pin_t pins[] = {
     FIELD(offload_comm_t, max, 32, 8),
     FIELD(offload_comm_t, barrier, 40, 8),
 
-    STRUCT(offload_optimizer_options_t, 112),
+    STRUCT(offload_optimizer_options_t, 136),
     FIELD(offload_optimizer_options_t, struct_size, 0, 4),
     FIELD(offload_optimizer_options_t, algorithm, 4, 4),
     FIELD(offload_optimizer_options_t, device_fraction, 8, 8),
@@ -103,6 +103,9 @@ static const pin_t pins[] = {
     FIELD(offload_optimizer_options_t, track_changes, 96, 4),
     FIELD(offload_optimizer_options_t, reserved2, 100, 4),
     FIELD(offload_optimizer_options_t, save_buffer_bytes, 104, 8),
+    FIELD(offload_optimizer_options_t, disk_fraction, 112, 8),
+    FIELD(offload_optimizer_options_t, disk_paths, 120, 8),
+    FIELD(offload_optimizer_options_t, disk_ring_bytes, 128, 8),
 
     STRUCT(offload_group_t, 344),
     FIELD(offload_group_t, struct_size, 0, 4),
@@ -156,7 +159,7 @@ static const pin_t pins[] = {
     FIELD(offload_binding_t, data, 8, 8),
     FIELD(offload_binding_t, grad, 16, 8),
 
-    STRUCT(offload_plan_t, 1760),
+    STRUCT(offload_plan_t, 1784),
     FIELD(offload_plan_t, struct_size, 0, 4),
     FIELD(offload_plan_t, param_count, 4, 4),
     FIELD(offload_plan_t, element_count, 8, 8),
@@ -186,6 +189,9 @@ static const pin_t pins[] = {
     FIELD(offload_plan_t, host_change_bytes, 1736, 8),
     FIELD(offload_plan_t, device_change_bytes, 1744, 8),
     FIELD(offload_plan_t, host_save_bytes, 1752, 8),
+    FIELD(offload_plan_t, disk_bytes, 1760, 8),
+    FIELD(offload_plan_t, disk_step_bytes, 1768, 8),
+    FIELD(offload_plan_t, host_disk_bytes, 1776, 8),
 
     STRUCT(offload_step_options_t, 32),
     FIELD(offload_step_options_t, struct_size, 0, 4),
@@ -229,7 +235,7 @@ static const pin_t pins[] = {
     FIELD(offload_move_options_t, stream_count, 20, 4),
     FIELD(offload_move_options_t, streams, 24, 8),
 
-    STRUCT(offload_state_view_t, 48),
+    STRUCT(offload_state_view_t, 56),
     FIELD(offload_state_view_t, struct_size, 0, 4),
     FIELD(offload_state_view_t, dtype, 4, 4),
     FIELD(offload_state_view_t, device_data, 8, 8),
@@ -237,6 +243,7 @@ static const pin_t pins[] = {
     FIELD(offload_state_view_t, host_data, 24, 8),
     FIELD(offload_state_view_t, host_count, 32, 8),
     FIELD(offload_state_view_t, step_count, 40, 8),
+    FIELD(offload_state_view_t, disk_count, 48, 8),
 
     STRUCT(offload_changes_options_t, 40),
     FIELD(offload_changes_options_t, struct_size, 0, 4),
@@ -268,7 +275,7 @@ static const pin_t pins[] = {
     FIELD(offload_changes_t, bytes, 16, 8),
     FIELD(offload_changes_t, params, 24, 8),
 
-    STRUCT(offload_stats_t, 344),
+    STRUCT(offload_stats_t, 360),
     FIELD(offload_stats_t, struct_size, 0, 4),
     FIELD(offload_stats_t, queued, 4, 4),
     FIELD(offload_stats_t, steps_applied, 8, 8),
@@ -304,6 +311,8 @@ static const pin_t pins[] = {
     FIELD(offload_stats_t, pushes_ahead_bytes, 320, 8),
     FIELD(offload_stats_t, early_elements, 328, 8),
     FIELD(offload_stats_t, undone_elements, 336, 8),
+    FIELD(offload_stats_t, disk_read_bytes, 344, 8),
+    FIELD(offload_stats_t, disk_written_bytes, 352, 8),
 
     STRUCT(offload_save_options_t, 48),
     FIELD(offload_save_options_t, struct_size, 0, 4),
@@ -455,6 +464,7 @@ static const pin_t pins[] = {
     VALUE(OFFLOAD_PLACE_DEVICE, 2),
     VALUE(OFFLOAD_TIER_DEVICE, 0),
     VALUE(OFFLOAD_TIER_HOST, 1),
+    VALUE(OFFLOAD_TIER_DISK, 2),
 
     VALUE(OFFLOAD_STATE_MASTER, 0),
     VALUE(OFFLOAD_STATE_EXP_AVG, 1),

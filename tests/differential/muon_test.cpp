@@ -422,6 +422,10 @@ std::map<std::string, std::function<void(Setting&)>> Variations() {
   };
   return {
       {"host, 3 threads", [](Setting& s) { s.threads = 3; }},
+      {"host, all on disk", [](Setting& s) {
+         s.disk_fraction = 1;
+         s.disk_paths = "/tmp";
+       }},
       {"sim, cpu", sim([](Setting& s) { s.host_executors = OFFLOAD_EXECUTORS_CPU; })},
       {"sim, cpu, large chunks", sim([](Setting& s) {
          s.host_executors = OFFLOAD_EXECUTORS_CPU;
@@ -441,6 +445,11 @@ std::map<std::string, std::function<void(Setting&)>> Variations() {
        })},
       {"sim, both", sim([](Setting& s) { s.device_fraction = 0.1; })},
       {"sim, device", sim([](Setting& s) { s.device_fraction = 1; })},
+      {"sim, a third on disk", sim([](Setting& s) {
+         s.disk_fraction = 0.33;
+         s.disk_paths = "/tmp";
+         s.device_fraction = 0.2;
+       })},
       {"sim, changes", sim([](Setting& s) {
          s.device_fraction = 0.4;
          s.track_changes = 1;
@@ -764,6 +773,11 @@ TEST(Muon, WhereOnlyTheDeviceUpdatesCpuThreadsAreRefused) {
   setting.early_update_bytes = 4096;
   expect_refused(setting, OFFLOAD_INVALID_ARGUMENT,
                  {"options.early_update_bytes is 4096", "OFFLOAD_MUON", "leave it 0"});
+  setting = WithOtherBits();
+  setting.disk_fraction = 0.5;
+  setting.disk_paths = "/tmp";
+  expect_refused(setting, OFFLOAD_UNSUPPORTED,
+                 {"options.disk_fraction is 0.5", "OFFLOAD_MUON", "leave it 0"});
   setting = WithOtherBits();
   setting.stream_ring_bytes = 4096;
   expect_refused(setting, OFFLOAD_INVALID_ARGUMENT, {"options.stream_ring_bytes is 4096"});

@@ -48,6 +48,9 @@ struct OptimizerSetting {
   uint64_t stream_ring_bytes = 0;
   uint64_t early_update_bytes = 0;
   uint64_t save_buffer_bytes = 0;
+  double disk_fraction = 0;
+  std::string disk_paths = {};
+  uint64_t disk_ring_bytes = 0;
 };
 
 // Draws which executors update the host share, and how large the device's ring is for such chunks.
@@ -171,6 +174,9 @@ class Rig {
     options.stream_ring_bytes = setting.stream_ring_bytes;
     options.early_update_bytes = setting.early_update_bytes;
     options.save_buffer_bytes = setting.save_buffer_bytes;
+    options.disk_fraction = setting.disk_fraction;
+    if (options.disk_fraction > 0) options.disk_paths = setting.disk_paths.c_str();
+    options.disk_ring_bytes = setting.disk_ring_bytes;
     options.comm = rank.comm;
     options.comm_timeout_ns = rank.comm_timeout_ns;
     options.movable = rank.movable;

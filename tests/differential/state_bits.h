@@ -51,6 +51,13 @@ inline StateBits ReadState(offload_optimizer_t optimizer, uint32_t id, int32_t k
   if (!whole && !halves) return state;
   state.error.clear();
   state.step_count = whole ? view.step_count : low.step_count;
+  if (const offload_state_view_t& found = whole ? view : low; found.disk_count > 0) {
+    state.values.resize(found.device_count + found.host_count + found.disk_count);
+    if (offload_optimizer_read_state(optimizer, id, kind, 0, state.values.size(),
+                                     state.values.data()) != OFFLOAD_OK)
+      state.error = offload_last_error();
+    return state;
+  }
   std::vector<float> values;
   if (whole && view.dtype == OFFLOAD_FP32) {
     values = ElementsOf<float>(ReadView(view, read));

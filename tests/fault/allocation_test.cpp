@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "../malloc_hooks.h"
+#include "../temporary_directory.h"
 #include "trainer.h"
 
 namespace {
@@ -30,6 +31,7 @@ struct Case {
   int32_t device_kind;
   double device_fraction;
   int32_t algorithm;
+  double disk_fraction = 0;
 };
 
 // All calls of a training loop, without allocations of its own.
@@ -80,6 +82,9 @@ void CountAllocationsOfSteps(const Case& one) {
   run.device_fraction = one.device_fraction;
   run.algorithm = one.algorithm;
   run.counts = {3000, 1, 2500, 0, 64, 5000};
+  const TemporaryDirectory directory;
+  run.disk_fraction = one.disk_fraction;
+  if (run.disk_fraction > 0) run.disk_paths = directory.path().c_str();
   Trainer trainer(run);
   trainer.AddParams();
   trainer.Commit();
@@ -125,6 +130,14 @@ TEST(Allocation, DoesNotHappenInSteps) {
                    std::to_string(algorithm));
       CountAllocationsOfSteps(one);
     }
+}
+
+TEST(Allocation, DoesNotHappenInStepsWithStateOnDisk) {
+  if (!HYBRIDOPT_SEES_MALLOC) GTEST_SKIP() << "the sanitizer's allocator is in force";
+  for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    SCOPED_TRACE("device " + std::to_string(device_kind));
+    CountAllocationsOfSteps({device_kind, 0.2, OFFLOAD_ADAMW, 0.6});
+  }
 }
 
 // All calls of a stash in a training loop, including pushes for which there is no room.

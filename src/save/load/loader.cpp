@@ -68,7 +68,7 @@ Status Loader::Replace(EventHandle ready) {
   };
   HYBRIDOPT_TRY(units_.ForEach(begin_unit, write));
   if (Has(OFFLOAD_LOAD_FRESH_MOMENTS)) HYBRIDOPT_TRY(FillMoments());
-  return writer_.Await();
+  return writer_.End();
 }
 
 // Fills the moments with their initial values, as commit does.

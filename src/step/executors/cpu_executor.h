@@ -7,11 +7,11 @@
 //   up stream            | 0 |   | 1 | 2 | 3 |      params to the device
 //
 // A chunk is *taken* from the queue (chunk_queue.h) when the grads half of a slot is free. It is
-// *given* to the workers when its gradients have arrived and the params half of the slot is free
-// too. It is *sent* up when all workers have done their part, and *retired* when its params are on
-// the device. If a param's masters are split, the param is their upper half, so it is copied down
-// with its gradient, to the params half of the slot. In such a step a chunk is taken only after the
-// previous chunk of that slot has been retired.
+// *given* to the workers when its gradients have arrived, its state has come from disk if it is
+// there, and the params half of the slot is free too. It is *sent* up when all workers have done
+// their part, and *retired* when its params are on the device. If a param's masters are split, the
+// param is their upper half, so it is copied down with its gradient, to the params half of the
+// slot. In such a step a chunk is taken only after the previous chunk of that slot has been retired.
 //
 // The worker that does the last part of a chunk advances the pipeline: it sends that chunk, copies
 // the next one down, and gives all chunks whose gradients have arrived, at most as many as the ring
@@ -31,6 +31,7 @@
 #include "base/function_ref.h"
 #include "machine/context.h"
 #include "machine/lanes.h"
+#include "place/disk_memory.h"
 #include "step/executors/chunk_queue.h"
 #include "step/executors/chunk_update.h"
 
@@ -38,8 +39,10 @@ namespace hybridopt {
 
 class CpuExecutor {
  public:
+  // `disk` is NULL if no state is on disk.
   CpuExecutor(Context& context, const ParamTable& table, const StepPlan& plan, Lanes& lanes,
-              ChunkQueue& queue, ChunkProgress& progress, const ChunkUpdater& updater);
+              DiskMemory* disk, ChunkQueue& queue, ChunkProgress& progress,
+              const ChunkUpdater& updater);
   void UseRing();  // to be called when the lanes have another ring
 
   // To be called for a new step, before its verdict: forgets the chunks of the step before.
@@ -80,6 +83,7 @@ class CpuExecutor {
   // These run on the step's own thread.
   Status GiveAll();
   Status AwaitNext();
+  Status AwaitState(uint32_t chunk);
   Status AwaitRetire();
   Status GiveNext();
   void AwaitWorkers();
@@ -107,6 +111,7 @@ class CpuExecutor {
   const ParamTable& table_;
   const StepPlan& plan_;
   Lanes& lanes_;
+  DiskMemory* const disk_;
   ChunkQueue& queue_;
   ChunkProgress& progress_;
   const ChunkUpdater& updater_;

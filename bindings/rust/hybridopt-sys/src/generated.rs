@@ -51,6 +51,7 @@ pub const OFFLOAD_PLACE_DEVICE: i32 = 2;
 
 pub const OFFLOAD_TIER_DEVICE: i32 = 0;
 pub const OFFLOAD_TIER_HOST: i32 = 1;
+pub const OFFLOAD_TIER_DISK: i32 = 2;
 
 pub const OFFLOAD_STATE_MASTER: i32 = 0;
 pub const OFFLOAD_STATE_EXP_AVG: i32 = 1;
@@ -191,6 +192,9 @@ pub struct offload_optimizer_options_t {
     pub track_changes: i32,
     pub reserved2: u32,
     pub save_buffer_bytes: u64,
+    pub disk_fraction: f64,
+    pub disk_paths: *const c_char,
+    pub disk_ring_bytes: u64,
 }
 default_is_zero!(offload_optimizer_options_t);
 
@@ -298,6 +302,9 @@ pub struct offload_plan_t {
     pub host_change_bytes: u64,
     pub device_change_bytes: u64,
     pub host_save_bytes: u64,
+    pub disk_bytes: u64,
+    pub disk_step_bytes: u64,
+    pub host_disk_bytes: u64,
 }
 default_is_zero!(offload_plan_t);
 
@@ -371,6 +378,7 @@ pub struct offload_state_view_t {
     pub host_data: *mut c_void,
     pub host_count: u64,
     pub step_count: u64,
+    pub disk_count: u64,
 }
 default_is_zero!(offload_state_view_t);
 
@@ -458,6 +466,8 @@ pub struct offload_stats_t {
     pub pushes_ahead_bytes: u64,
     pub early_elements: u64,
     pub undone_elements: u64,
+    pub disk_read_bytes: u64,
+    pub disk_written_bytes: u64,
 }
 default_is_zero!(offload_stats_t);
 

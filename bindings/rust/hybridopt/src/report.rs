@@ -21,11 +21,13 @@ pub struct ByTier<T> {
     pub device: T,
     /// Host memory.
     pub host: T,
+    /// Files in options.disk_paths.
+    pub disk: T,
 }
 
 impl<T: Copy> ByTier<T> {
     fn of(values: &[T]) -> Self {
-        ByTier { device: values[0], host: values[1] }
+        ByTier { device: values[0], host: values[1], disk: values[2] }
     }
 }
 
@@ -148,7 +150,7 @@ pub struct Plan {
     pub grads_down_bytes: u64,
     /// What such a step copies from the host to the device, if CPU threads update all chunks.
     pub params_up_bytes: u64,
-    /// `true`: commit would find enough memory now.
+    /// `true`: commit would find enough memory now; disks are not asked.
     pub fits: bool,
     /// The part of host_bytes on each NUMA node: as the context's policy will place it; after
     /// commit, while no work is queued, as the kernel reports it for up to 4,096 pages of each
@@ -170,6 +172,13 @@ pub struct Plan {
     pub device_change_bytes: u64,
     /// Of host_bytes: for state that steps put aside while a save runs.
     pub host_save_bytes: u64,
+    /// Of the files in options.disk_paths.
+    pub disk_bytes: u64,
+    /// What a step in which all params have a gradient reads from these files, and what it writes
+    /// to them.
+    pub disk_step_bytes: u64,
+    /// Of host_bytes: the ring through which state on disk goes.
+    pub host_disk_bytes: u64,
 }
 
 impl From<&sys::offload_plan_t> for Plan {
@@ -202,6 +211,9 @@ impl From<&sys::offload_plan_t> for Plan {
             host_change_bytes: raw.host_change_bytes,
             device_change_bytes: raw.device_change_bytes,
             host_save_bytes: raw.host_save_bytes,
+            disk_bytes: raw.disk_bytes,
+            disk_step_bytes: raw.disk_step_bytes,
+            host_disk_bytes: raw.host_disk_bytes,
         }
     }
 }
@@ -376,6 +388,10 @@ pub struct Stats {
     pub early_elements: u64,
     /// Of all steps: elements updated early and undone, since the step before.
     pub undone_elements: u64,
+    /// From the files in options.disk_paths, since commit.
+    pub disk_read_bytes: u64,
+    /// To them.
+    pub disk_written_bytes: u64,
 }
 
 impl From<&sys::offload_stats_t> for Stats {
@@ -415,6 +431,8 @@ impl From<&sys::offload_stats_t> for Stats {
             pushes_ahead_bytes: raw.pushes_ahead_bytes,
             early_elements: raw.early_elements,
             undone_elements: raw.undone_elements,
+            disk_read_bytes: raw.disk_read_bytes,
+            disk_written_bytes: raw.disk_written_bytes,
         }
     }
 }

@@ -60,6 +60,7 @@ OFFLOAD_PLACE_HOST = 1
 OFFLOAD_PLACE_DEVICE = 2
 OFFLOAD_TIER_DEVICE = 0
 OFFLOAD_TIER_HOST = 1
+OFFLOAD_TIER_DISK = 2
 OFFLOAD_STATE_MASTER = 0
 OFFLOAD_STATE_EXP_AVG = 1
 OFFLOAD_STATE_EXP_AVG_SQ = 2
@@ -223,6 +224,9 @@ class offload_optimizer_options_t(Struct):
     track_changes: int
     reserved2: int
     save_buffer_bytes: int
+    disk_fraction: float
+    disk_paths: bytes | None
+    disk_ring_bytes: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("algorithm", ctypes.c_int32),
@@ -244,6 +248,9 @@ class offload_optimizer_options_t(Struct):
         ("track_changes", ctypes.c_int32),
         ("reserved2", ctypes.c_uint32),
         ("save_buffer_bytes", ctypes.c_uint64),
+        ("disk_fraction", ctypes.c_double),
+        ("disk_paths", ctypes.c_char_p),
+        ("disk_ring_bytes", ctypes.c_uint64),
     ]
 
 
@@ -389,6 +396,9 @@ class offload_plan_t(Struct):
     host_change_bytes: int
     device_change_bytes: int
     host_save_bytes: int
+    disk_bytes: int
+    disk_step_bytes: int
+    host_disk_bytes: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("param_count", ctypes.c_uint32),
@@ -419,6 +429,9 @@ class offload_plan_t(Struct):
         ("host_change_bytes", ctypes.c_uint64),
         ("device_change_bytes", ctypes.c_uint64),
         ("host_save_bytes", ctypes.c_uint64),
+        ("disk_bytes", ctypes.c_uint64),
+        ("disk_step_bytes", ctypes.c_uint64),
+        ("host_disk_bytes", ctypes.c_uint64),
     ]
 
 
@@ -525,6 +538,7 @@ class offload_state_view_t(Struct):
     host_data: int | None
     host_count: int
     step_count: int
+    disk_count: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("dtype", ctypes.c_int32),
@@ -533,6 +547,7 @@ class offload_state_view_t(Struct):
         ("host_data", ctypes.c_void_p),
         ("host_count", ctypes.c_uint64),
         ("step_count", ctypes.c_uint64),
+        ("disk_count", ctypes.c_uint64),
     ]
 
 
@@ -640,6 +655,8 @@ class offload_stats_t(Struct):
     pushes_ahead_bytes: int
     early_elements: int
     undone_elements: int
+    disk_read_bytes: int
+    disk_written_bytes: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("queued", ctypes.c_uint32),
@@ -676,6 +693,8 @@ class offload_stats_t(Struct):
         ("pushes_ahead_bytes", ctypes.c_uint64),
         ("early_elements", ctypes.c_uint64),
         ("undone_elements", ctypes.c_uint64),
+        ("disk_read_bytes", ctypes.c_uint64),
+        ("disk_written_bytes", ctypes.c_uint64),
     ]
 
 

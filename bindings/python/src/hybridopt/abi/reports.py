@@ -19,12 +19,14 @@ class ByTier(Generic[T]):
     """The memory of the device."""
     host: T
     """Host memory."""
+    disk: T
+    """Files in options.disk_paths."""
 
     def __add__(self: ByTier[int], other: ByTier[int]) -> ByTier[int]:
-        return ByTier(self.device + other.device, self.host + other.host)
+        return ByTier(self.device + other.device, self.host + other.host, self.disk + other.disk)
 
     def __sub__(self: ByTier[int], other: ByTier[int]) -> ByTier[int]:
-        return ByTier(self.device - other.device, self.host - other.host)
+        return ByTier(self.device - other.device, self.host - other.host, self.disk - other.disk)
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class PlannedMemory:
     params_up_bytes: int
     """What such a step copies from the host to the device, if CPU threads update all chunks."""
     fits: bool
-    """True: commit would find enough memory now."""
+    """True: commit would find enough memory now; disks are not asked."""
     numa_bytes: dict[int, int]
     """The part of host_bytes on each NUMA node: as the context's policy will place it; after
     commit, while no work is queued, as the kernel reports it for up to 4,096 pages of each
@@ -91,6 +93,13 @@ class PlannedMemory:
     """Of device_scratch_bytes: for options.track_changes."""
     host_save_bytes: int
     """Of host_bytes: for state that steps put aside while a save runs."""
+    disk_bytes: int
+    """Of the files in options.disk_paths."""
+    disk_step_bytes: int
+    """What a step in which all params have a gradient reads from these files, and what it writes to
+    them."""
+    host_disk_bytes: int
+    """Of host_bytes: the ring through which state on disk goes."""
 
 
 @dataclass(frozen=True)
@@ -167,13 +176,13 @@ class Totals:
     """Device memory that the library holds now, as in the plan."""
     staging_bytes: int = 0
     """Staging memory that it holds now; part of host_bytes."""
-    params_bytes: ByTier[int] = ByTier(0, 0)
+    params_bytes: ByTier[int] = ByTier(0, 0, 0)
     """By enum offload_tier. On the device the caller's: registered params that have an address; on
     the host offloaded params."""
-    grads_bytes: ByTier[int] = ByTier(0, 0)
+    grads_bytes: ByTier[int] = ByTier(0, 0, 0)
     """By enum offload_tier. On the device the caller's: gradients that have an address; on the host
     offloaded or accumulated gradients."""
-    state_bytes: ByTier[int] = ByTier(0, 0)
+    state_bytes: ByTier[int] = ByTier(0, 0, 0)
     """By enum offload_tier: state of the tier's share; the host's includes offloaded state of the
     device share."""
     grads_down_bytes: int = 0
@@ -232,3 +241,7 @@ class Totals:
     neither as cpu_elements nor as streamed_elements."""
     undone_elements: int = 0
     """Of all steps: elements updated early and undone, since the step before."""
+    disk_read_bytes: int = 0
+    """From the files in options.disk_paths, since commit."""
+    disk_written_bytes: int = 0
+    """To them."""

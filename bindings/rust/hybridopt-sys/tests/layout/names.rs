@@ -78,6 +78,9 @@ pub fn table() -> Table {
         track_changes,
         reserved2,
         save_buffer_bytes,
+        disk_fraction,
+        disk_paths,
+        disk_ring_bytes,
     });
     fields!(table, offload_group_t {
         struct_size,
@@ -161,6 +164,9 @@ pub fn table() -> Table {
         host_change_bytes,
         device_change_bytes,
         host_save_bytes,
+        disk_bytes,
+        disk_step_bytes,
+        host_disk_bytes,
     });
     fields!(table, offload_step_options_t {
         struct_size,
@@ -212,6 +218,7 @@ pub fn table() -> Table {
         host_data,
         host_count,
         step_count,
+        disk_count,
     });
     fields!(table, offload_changes_options_t {
         struct_size,
@@ -279,6 +286,8 @@ pub fn table() -> Table {
         pushes_ahead_bytes,
         early_elements,
         undone_elements,
+        disk_read_bytes,
+        disk_written_bytes,
     });
     fields!(table, offload_save_options_t {
         struct_size,
@@ -438,6 +447,7 @@ pub fn table() -> Table {
     values!(table,
         OFFLOAD_TIER_DEVICE,
         OFFLOAD_TIER_HOST,
+        OFFLOAD_TIER_DISK,
     );
     values!(table,
         OFFLOAD_STATE_MASTER,

@@ -1,0 +1,389 @@
+#include "place/disk_memory.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include "base/check.h"
+#include "checkpoint/format/hash.h"
+
+namespace hybridopt {
+namespace {
+
+using checkpoint::RoundUpToDirect;
+
+// Arrays that one loop reads must not begin at the same address modulo a page (state/shape.cpp), as
+// areas do. So each begins some cache lines behind the begin of its area.
+constexpr uint64_t LeadBytes(uint32_t slot) { return slot * 5 * kArrayAlignmentBytes; }
+
+// Calls visit(slot, end) for each array of a chunk that is on disk; `end` is where it ends in its
+// area.
+template <typename Visit>
+void ForEachArray(const StateShape& shape, const ChunkTable& chunks, const Chunk& chunk,
+                  Visit&& visit) {
+  for (const Fragment& fragment : chunks.FragmentsOf(chunk)) {
+    if (fragment.tier != Tier::kDisk) continue;
+    const ParamShape& param = shape.params[fragment.param];
+    for (uint32_t slot = 0; slot < kStateSlots; ++slot)
+      if (param.Keeps(Tier::kDisk, StateSlot{slot}))
+        visit(slot, LeadBytes(slot) + fragment.state_offset[slot] +
+                        param.Bytes(StateSlot{slot}, fragment.begin, fragment.count));
+  }
+}
+
+bool IsOnDisk(const ChunkTable& chunks, const Chunk& chunk) {
+  const std::span<const Fragment> fragments = chunks.FragmentsOf(chunk);
+  return std::any_of(fragments.begin(), fragments.end(), [](const Fragment& fragment) {
+    return fragment.tier == Tier::kDisk;
+  });
+}
+
+std::array<uint64_t, kStateSlots> AreaBytes(const StateShape& shape, const ChunkTable& chunks,
+                                            const Chunk& chunk) {
+  std::array<uint64_t, kStateSlots> bytes{};
+  ForEachArray(shape, chunks, chunk, [&](uint32_t slot, uint64_t end) {
+    bytes[slot] = std::max(bytes[slot], RoundUpToDirect(end));
+  });
+  return bytes;
+}
+
+}  // namespace
+
+std::vector<std::string> DiskPaths(const char* paths) {
+  std::vector<std::string> directories;
+  const std::string_view text = paths == nullptr ? "" : paths;
+  for (size_t begin = 0; begin < text.size();) {
+    const size_t end = std::min(text.find(':', begin), text.size());
+    if (end > begin) directories.emplace_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return directories;
+}
+
+// ---------------------------------------------------------------------------------------- sizes --
+
+DiskMemory::AreaBegins DiskMemory::AreaBeginsOf(const StateShape& shape,
+                                                const ChunkTable& chunks) {
+  std::array<uint64_t, kStateSlots> most{};
+  for (const Chunk& chunk : chunks.chunks) {
+    const std::array<uint64_t, kStateSlots> bytes = AreaBytes(shape, chunks, chunk);
+    for (uint32_t slot = 0; slot < kStateSlots; ++slot)
+      most[slot] = std::max(most[slot], bytes[slot]);
+  }
+  AreaBegins begins{};
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot) begins[slot + 1] = begins[slot] + most[slot];
+  return begins;
+}
+
+DiskMemory::Sizes DiskMemory::SizesOf(const StateShape& shape, const ChunkTable& chunks) {
+  Sizes sizes;
+  if (!shape.options.on_disk()) return sizes;
+  sizes.record_bytes = AreaBeginsOf(shape, chunks).back();
+  for (const Chunk& chunk : chunks.chunks) {
+    if (!IsOnDisk(chunks, chunk)) continue;
+    sizes.records += 1;
+    for (const uint64_t bytes : AreaBytes(shape, chunks, chunk)) sizes.step_bytes += bytes;
+  }
+  sizes.file_bytes = sizes.records * sizes.record_bytes;
+  sizes.table_bytes = sizes.records * (sizeof(Record) + sizeof(uint32_t)) +
+                      chunks.chunks.size() * sizeof(uint32_t) +
+                      chunks.fragments.size() * sizeof(uint32_t) +
+                      shape.params.size() * 2 * sizeof(uint32_t);
+  const uint64_t room = shape.options.disk_ring_bytes / std::max<uint64_t>(sizes.record_bytes, 1);
+  sizes.slots = static_cast<uint32_t>(std::min<uint64_t>(room, sizes.records));
+  return sizes;
+}
+
+Status DiskMemory::CheckRing(const StateShape& shape, const ChunkTable& chunks) {
+  const Sizes sizes = SizesOf(shape, chunks);
+  const uint64_t least = std::min(kMinSlots, sizes.records);
+  if (sizes.slots >= least) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "options.disk_ring_bytes is %llu, expected at least %llu, the state of %llu "
+                       "chunks (0 = 256 MiB); raise it, or make chunk_elements smaller",
+                       static_cast<unsigned long long>(shape.options.disk_ring_bytes),
+                       static_cast<unsigned long long>(least * sizes.record_bytes),
+                       static_cast<unsigned long long>(least));
+}
+
+// --------------------------------------------------------------------------------------- making --
+
+DiskMemory::DiskMemory(Context& context, const StateShape& shape, const ChunkTable& chunks)
+    : context_(context),
+      shape_(shape),
+      chunks_(chunks),
+      sizes_(SizesOf(shape, chunks)),
+      begins_(AreaBeginsOf(shape, chunks)),
+      record_of_chunk_(chunks.chunks.size(), kNone),
+      record_of_fragment_(chunks.fragments.size(), kNone),
+      first_fragment_(shape.params.size()),
+      end_fragment_(shape.params.size()),
+      slots_(sizes_.slots, SlotState::kFree),
+      jobs_(sizes_.slots) {
+  pass_.reserve(sizes_.records);
+  ListRecords();
+}
+
+void DiskMemory::ListRecords() {
+  for (size_t number = 0; number < chunks_.chunks.size(); ++number) {
+    const Chunk& chunk = chunks_.chunks[number];
+    if (!IsOnDisk(chunks_, chunk)) continue;
+    const auto record = static_cast<uint32_t>(records_.size());
+    record_of_chunk_[number] = record;
+    records_.emplace_back();
+    const std::array<uint64_t, kStateSlots> bytes = AreaBytes(shape_, chunks_, chunk);
+    for (uint32_t slot = 0; slot < kStateSlots; ++slot)
+      records_.back().areas[slot].bytes = bytes[slot];
+    for (uint32_t index = chunk.first_fragment; index < chunk.first_fragment + chunk.fragment_count;
+         ++index) {
+      const Fragment& fragment = chunks_.fragments[index];
+      if (fragment.tier != Tier::kDisk) continue;
+      record_of_fragment_[index] = record;
+      if (end_fragment_[fragment.param] == 0) first_fragment_[fragment.param] = index;
+      end_fragment_[fragment.param] = index + 1;
+    }
+  }
+}
+
+Result<std::unique_ptr<DiskMemory>> DiskMemory::Create(Context& context, const StateShape& shape,
+                                                       const ChunkTable& chunks,
+                                                       const std::vector<std::string>& paths) {
+  std::unique_ptr<DiskMemory> disk(new DiskMemory(context, shape, chunks));
+  HYBRIDOPT_TRY(disk->TakeFiles(paths));
+  HYBRIDOPT_ASSIGN(disk->ring_, Arena::Map(disk->sizes_.ring_bytes(), context.state_pages()));
+  const uint32_t threads = std::min(kThreads, disk->sizes_.slots);
+  disk->threads_.reserve(threads);  // so that an exception cannot lose a thread that runs
+  if (threads > 0)
+    HYBRIDOPT_TRY(system::StartThreads<&DiskMemory::Loop>("hybridopt/disk", disk.get(), threads,
+                                                          &disk->threads_));
+  return disk;
+}
+
+Status DiskMemory::TakeFiles(const std::vector<std::string>& paths) {
+  const auto count = static_cast<uint32_t>(paths.size());
+  files_.reserve(count);
+  for (uint32_t file = 0; file < count; ++file) {
+    const uint64_t records = (sizes_.records + count - 1 - file) / count;
+    const uint64_t bytes = records * sizes_.record_bytes;
+    Result<checkpoint::File> made = checkpoint::File::Scratch(context_.files(), paths[file]);
+    const Status status = made.ok() ? made.value().Allocate(bytes) : made.status();
+    if (!status.ok())
+      return Status::Error(OFFLOAD_IO_FAILED,
+                           "options.disk_paths names '%.300s', where %llu bytes (%.1f MiB) of "
+                           "state are to lie: %s; name directories with more room, or lower "
+                           "options.disk_fraction",
+                           paths[file].c_str(), static_cast<unsigned long long>(bytes),
+                           static_cast<double>(bytes) / (1 << 20), status.message().c_str());
+    files_.push_back(std::move(made.value()));
+  }
+  return {};
+}
+
+bool DiskMemory::is_direct() const {
+  return std::all_of(files_.begin(), files_.end(),
+                     [](const checkpoint::File& file) { return file.is_direct(); });
+}
+
+DiskMemory::~DiskMemory() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  threads_.clear();  // joins the threads
+}
+
+// -------------------------------------------------------------------------------------- records --
+
+Status DiskMemory::Failure(Status cause, uint32_t record) const {
+  return Status::Error(cause.code(),
+                       "state on disk (options.disk_paths) in '%.300s' is lost: %s; make a new "
+                       "optimizer and load the last checkpoint",
+                       files_[record % files_.size()].path().c_str(), cause.message().c_str());
+}
+
+Status DiskMemory::ReadArea(uint32_t record, uint32_t slot, std::byte* into) {
+  const Area& area = records_[record].areas[slot];
+  const uint64_t begin = OffsetOf(record) + begins_[slot];
+  HYBRIDOPT_ASSIGN(const uint64_t read, FileOf(record).Read(into, area.bytes, begin));
+  read_bytes_ += read;
+  if (read < area.bytes)
+    return Status::Error(OFFLOAD_IO_FAILED,
+                         "somebody has cut the file off: it has %llu of %llu bytes at byte %llu",
+                         static_cast<unsigned long long>(read),
+                         static_cast<unsigned long long>(area.bytes),
+                         static_cast<unsigned long long>(begin));
+  if (checkpoint::Xxh3({reinterpret_cast<const char*>(into), area.bytes}) == area.hash) return {};
+  return Status::Error(OFFLOAD_IO_FAILED,
+                       "what was read is not what the library wrote there (their hashes differ)");
+}
+
+Status DiskMemory::WriteArea(uint32_t record, uint32_t slot, const std::byte* from) {
+  Area& area = records_[record].areas[slot];
+  area.hash = checkpoint::Xxh3({reinterpret_cast<const char*>(from), area.bytes});
+  HYBRIDOPT_TRY(FileOf(record).Write(from, area.bytes, OffsetOf(record) + begins_[slot]));
+  written_bytes_ += area.bytes;
+  return {};
+}
+
+Status DiskMemory::Run(const Job& job, Content content) {
+  std::byte* const memory = MemoryOf(records_[job.record].slot);
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
+    const uint64_t bytes = records_[job.record].areas[slot].bytes;
+    if (bytes == 0) continue;
+    std::byte* const area = memory + begins_[slot];
+    if (job.writes)
+      HYBRIDOPT_TRY(WriteArea(job.record, slot, area));
+    else if (content == Content::kNew)
+      std::memset(area, 0, bytes);
+    else
+      HYBRIDOPT_TRY(ReadArea(job.record, slot, area));
+  }
+  return {};
+}
+
+// ------------------------------------------------------------------------------------- the pass --
+
+void DiskMemory::Begin(FunctionRef<bool(uint32_t chunk)> wanted, Content content) {
+  std::lock_guard lock(mutex_);
+  held_ = {};
+  pass_.clear();
+  next_ = 0;
+  content_ = content;
+  for (uint32_t chunk = 0; chunk < record_of_chunk_.size(); ++chunk) {
+    const uint32_t record = record_of_chunk_[chunk];
+    if (record == kNone) continue;
+    records_[record].in_pass = wanted(chunk);
+    if (records_[record].in_pass) pass_.push_back(record);
+  }
+  ReadAhead();
+}
+
+void DiskMemory::Add(const Job& job) {
+  HYBRIDOPT_CHECK(jobs_added_ - jobs_done_ < jobs_.size());
+  slots_[records_[job.record].slot] = SlotState::kBusy;
+  jobs_[jobs_added_++ % jobs_.size()] = job;
+  changed_.notify_all();
+}
+
+// Reads the next records into the slots that are free.
+void DiskMemory::ReadAhead() {
+  for (uint32_t slot = 0; slot < slots_.size() && next_ < pass_.size() && failure_.ok(); ++slot) {
+    if (slots_[slot] != SlotState::kFree) continue;
+    const uint32_t record = pass_[next_++];
+    records_[record].slot = slot;
+    Add({record, false});
+  }
+}
+
+bool DiskMemory::IsReady(uint32_t chunk) {
+  const uint32_t record = record_of_chunk_[chunk];
+  if (record == kNone || !records_[record].in_pass) return true;
+  std::lock_guard lock(mutex_);
+  const uint32_t slot = records_[record].slot;
+  return !failure_.ok() || (slot != kNone && slots_[slot] == SlotState::kReady);
+}
+
+Status DiskMemory::Await(uint32_t chunk) {
+  const uint32_t record = record_of_chunk_[chunk];
+  if (record == kNone || !records_[record].in_pass) return {};
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] {
+    const uint32_t slot = records_[record].slot;
+    return !failure_.ok() || (slot != kNone && slots_[slot] == SlotState::kReady);
+  });
+  return failure_;
+}
+
+void DiskMemory::Updated(uint32_t chunk) {
+  const uint32_t record = record_of_chunk_[chunk];
+  if (record == kNone || !records_[record].in_pass) return;
+  std::lock_guard lock(mutex_);
+  Add({record, true});
+}
+
+Status DiskMemory::End() {
+  std::unique_lock lock(mutex_);
+  next_ = pass_.size();
+  changed_.wait(lock, [&] { return jobs_done_ == jobs_added_; });
+  for (const uint32_t record : pass_) {
+    records_[record].slot = kNone;
+    records_[record].in_pass = false;
+  }
+  std::fill(slots_.begin(), slots_.end(), SlotState::kFree);
+  return failure_;
+}
+
+void DiskMemory::Loop() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return stopping_ || jobs_taken_ < jobs_added_; });
+    if (stopping_) return;
+    const Job job = jobs_[jobs_taken_++ % jobs_.size()];
+    const Content content = content_;
+    Status status = failure_;
+    if (status.ok()) {
+      lock.unlock();
+      status = CatchExceptions("state on disk", [&] { return Run(job, content); });
+      if (!status.ok()) status = Failure(std::move(status), job.record);
+      lock.lock();
+    }
+    if (failure_.ok()) failure_ = std::move(status);
+    const uint32_t slot = records_[job.record].slot;
+    slots_[slot] = job.writes ? SlotState::kFree : SlotState::kReady;
+    if (job.writes) records_[job.record].slot = kNone;
+    jobs_done_ += 1;
+    ReadAhead();
+    changed_.notify_all();
+  }
+}
+
+// --------------------------------------------------------------------------------- single areas --
+
+const Fragment& DiskMemory::FragmentOf(uint32_t param, uint64_t element) const {
+  const auto begin = chunks_.fragments.begin() + first_fragment_[param];
+  const auto end = chunks_.fragments.begin() + end_fragment_[param];
+  const auto behind = std::upper_bound(
+      begin, end, element, [](uint64_t one, const Fragment& f) { return one < f.begin; });
+  HYBRIDOPT_CHECK(behind != begin);
+  return *std::prev(behind);
+}
+
+Status DiskMemory::Hold(uint32_t param, StateSlot slot, uint64_t element) {
+  const Fragment& fragment = FragmentOf(param, element);
+  const uint32_t record =
+      record_of_fragment_[static_cast<size_t>(&fragment - chunks_.fragments.data())];
+  Held& held = held_[slot];
+  if (held.record == record) return {};
+  HYBRIDOPT_TRY(WriteHeld(slot));
+  held.record = kNone;
+  if (Status status = ReadArea(record, slot, MemoryOf(0) + begins_[slot]); !status.ok())
+    return Failure(std::move(status), record);
+  held.record = record;
+  return {};
+}
+
+Status DiskMemory::Flush() {
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot) HYBRIDOPT_TRY(WriteHeld(slot));
+  return {};
+}
+
+Status DiskMemory::WriteHeld(uint32_t slot) {
+  Held& held = held_[slot];
+  if (!held.written) return {};
+  held.written = false;
+  Status status = WriteArea(held.record, slot, MemoryOf(0) + begins_[slot]);
+  return status.ok() ? status : Failure(std::move(status), held.record);
+}
+
+std::byte* DiskMemory::At(uint32_t param, StateSlot slot, uint64_t element) const {
+  const Fragment& fragment = FragmentOf(param, element);
+  const uint32_t record =
+      record_of_fragment_[static_cast<size_t>(&fragment - chunks_.fragments.data())];
+  const uint32_t ring_slot = held_[slot].record == record ? 0 : records_[record].slot;
+  return MemoryOf(ring_slot) + begins_[slot] + LeadBytes(slot) + fragment.state_offset[slot] +
+         shape_.params[param].Bytes(slot, fragment.begin, element - fragment.begin);
+}
+
+}  // namespace hybridopt

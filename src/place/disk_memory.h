@@ -1,0 +1,192 @@
+// DiskMemory: the state of the disk tier, in scratch files, and the host memory through which it
+// goes. The unit is a record: the elements of one chunk that are on disk. A record has one area for
+// each array; in it the arrays of the chunk's fragments lie as in the device's ring
+// (state/chunk_table.h). Records are spread over the files, of which each directory has one.
+//
+//   file 0   | record 0 | record 2 | ...        record | masters | first moments | second ones |
+//   file 1   | record 1 | record 3 | ...
+//   ring     | slot | slot | slot | ...         a slot has room for one record
+//
+// There are two ways to use it, and one user at a time. A pass goes through chunks in their order:
+// threads read records ahead into free slots, the caller waits for one, updates it there, and the
+// threads write it back while the caller goes on.
+//
+//   threads   read 0 | read 1 | read 2 | write 0, read 3 | write 1 ...
+//   caller           | update 0        | update 1        | update 2 ...
+//
+// Hold brings a single area into memory, for code that reads or writes the state of one param
+// after the other: saves, loads, and calls that read and write state.
+//
+// A hash of each area stays in memory. So a file that somebody else has cut off or changed is found
+// when the area is read next.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/function_ref.h"
+#include "base/system.h"
+#include "checkpoint/file_io.h"
+#include "machine/context.h"
+#include "memory/arena.h"
+#include "state/chunk_table.h"
+
+namespace hybridopt {
+
+// The directories in options.disk_paths.
+std::vector<std::string> DiskPaths(const char* paths);
+
+class DiskMemory {
+ public:
+  static constexpr uint64_t kDefaultRingBytes = uint64_t{256} << 20;
+  static constexpr uint32_t kMinSlots = 2;  // one is updated while another is read or written
+
+  struct Sizes {
+    uint32_t records = 0;
+    uint32_t slots = 0;         // of the ring
+    uint64_t record_bytes = 0;  // the largest
+    uint64_t file_bytes = 0;    // of all files
+    uint64_t step_bytes = 0;    // what a pass over all records reads, and what it writes
+    uint64_t table_bytes = 0;   // of the records and what belongs to them
+    uint64_t ring_bytes() const { return slots * record_bytes; }
+  };
+  static Sizes SizesOf(const StateShape& shape, const ChunkTable& chunks);
+  // INVALID_ARGUMENT if the ring in the options has no room for kMinSlots records.
+  static Status CheckRing(const StateShape& shape, const ChunkTable& chunks);
+
+  // Takes the memory and the room on disk. The arguments must outlive it, and not change.
+  static Result<std::unique_ptr<DiskMemory>> Create(Context& context, const StateShape& shape,
+                                                    const ChunkTable& chunks,
+                                                    const std::vector<std::string>& paths);
+  ~DiskMemory();
+  DiskMemory(const DiskMemory&) = delete;
+  DiskMemory& operator=(const DiskMemory&) = delete;
+
+  // ---- a pass ----
+
+  enum class Content {
+    kStored,
+    kNew  // zeros, which the caller overwrites; nothing is read
+  };
+  // Begins a pass over the chunks for which wanted(chunk) is true, in their order. Does not
+  // allocate.
+  void Begin(FunctionRef<bool(uint32_t chunk)> wanted, Content content = Content::kStored);
+  // Waits for the record of a chunk. Chunks that have none, or are not part of the pass, need no
+  // wait. If a read or write of the pass has failed, returns the failure.
+  Status Await(uint32_t chunk);
+  // Whether Await would return at once.
+  bool IsReady(uint32_t chunk);
+  // The chunk has been updated in the ring; a thread writes it back.
+  void Updated(uint32_t chunk);
+  // Ends the pass: waits for all writes, and gives up what has been read but not updated.
+  Status End();
+
+  // ---- single areas ----
+
+  // The fragment that has this element of a param, which is on disk.
+  const Fragment& FragmentOf(uint32_t param, uint64_t element) const;
+  // Brings the area of an array in which this element is into memory; At finds it there until Hold
+  // is called for another area of the same slot, or until a pass begins. No pass may be under way.
+  Status Hold(uint32_t param, StateSlot slot, uint64_t element);
+  // The held area of this slot has been written; Flush writes such areas to their files.
+  void Wrote(StateSlot slot) { held_[slot].written = true; }
+  Status Flush();
+
+  // The address of an element whose chunk is in the ring.
+  std::byte* At(uint32_t param, StateSlot slot, uint64_t element) const;
+
+  // False if a file system takes no direct I/O, so that its state goes through the page cache.
+  bool is_direct() const;
+  // Adds the bytes of the ring on each NUMA node.
+  void AddNodeBytes(NodeBytes* sum) const { ring_.AddNodeBytes(0, ring_.bytes(), sum); }
+  uint64_t read_bytes() const { return read_bytes_; }
+  uint64_t written_bytes() const { return written_bytes_; }
+
+ private:
+  static constexpr uint32_t kNone = UINT32_MAX;
+  static constexpr uint32_t kThreads = 4;
+
+  struct Area {
+    uint64_t bytes = 0;  // 0: the record has no such area
+    uint64_t hash = 0;   // of what was written last
+  };
+  struct Record {
+    std::array<Area, kStateSlots> areas;
+    uint32_t slot = kNone;  // of the ring
+    bool in_pass = false;
+  };
+  // Where areas begin in a record; the last one is the record's end.
+  using AreaBegins = std::array<uint64_t, kStateSlots + 1>;
+  enum class SlotState : uint8_t { kFree, kBusy, kReady };
+  struct Job {
+    uint32_t record;
+    bool writes;
+  };
+  struct Held {
+    uint32_t record = kNone;
+    bool written = false;
+  };
+
+  DiskMemory(Context& context, const StateShape& shape, const ChunkTable& chunks);
+  static AreaBegins AreaBeginsOf(const StateShape& shape, const ChunkTable& chunks);
+  Status TakeFiles(const std::vector<std::string>& paths);
+  void ListRecords();
+
+  std::byte* MemoryOf(uint32_t ring_slot) const {
+    return ring_.data() + ring_slot * sizes_.record_bytes;
+  }
+  checkpoint::File& FileOf(uint32_t record) { return files_[record % files_.size()]; }
+  uint64_t OffsetOf(uint32_t record) const {
+    return record / files_.size() * sizes_.record_bytes;
+  }
+  Status ReadArea(uint32_t record, uint32_t slot, std::byte* into);
+  Status WriteArea(uint32_t record, uint32_t slot, const std::byte* from);
+  Status WriteHeld(uint32_t slot);
+  Status Run(const Job& job, Content content);
+  Status Failure(Status cause, uint32_t record) const;
+  // These with mutex_ held.
+  void Add(const Job& job);
+  void ReadAhead();
+  // On a thread.
+  void Loop();
+
+  Context& context_;
+  const StateShape& shape_;
+  const ChunkTable& chunks_;
+  const Sizes sizes_;
+  const AreaBegins begins_;
+  std::vector<checkpoint::File> files_;
+  Arena ring_;
+  std::vector<Record> records_;
+  std::vector<uint32_t> record_of_chunk_;     // kNone: nothing of the chunk is on disk
+  std::vector<uint32_t> record_of_fragment_;  // per fragment
+  std::vector<uint32_t> first_fragment_;      // per param: the first one on disk, and the last ones
+  std::vector<uint32_t> end_fragment_;        // end
+  std::array<Held, kStateSlots> held_;
+  std::atomic<uint64_t> read_bytes_ = 0;
+  std::atomic<uint64_t> written_bytes_ = 0;
+
+  std::mutex mutex_;  // guards all below, and Record::slot
+  std::condition_variable changed_;
+  std::vector<SlotState> slots_;
+  std::vector<Job> jobs_;      // as many as slots: a ring
+  uint64_t jobs_added_ = 0;
+  uint64_t jobs_taken_ = 0;
+  uint64_t jobs_done_ = 0;
+  std::vector<uint32_t> pass_;  // records, in order
+  size_t next_ = 0;             // of pass_, to be read
+  Content content_ = Content::kStored;
+  Status failure_;
+  bool stopping_ = false;
+  std::vector<system::Thread> threads_;
+};
+
+}  // namespace hybridopt

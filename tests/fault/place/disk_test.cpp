@@ -1,0 +1,322 @@
+// State on disk where the disk fails: a commit that finds no room is refused; a read or write that
+// fails, and a file that somebody cuts off or changes, end the optimizer with a text that says so,
+// and the last checkpoint loads.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "../../differential/lifecycle_rig.h"
+#include "../../temporary_directory.h"
+#include "../faulty_files.h"
+
+namespace hybridopt {
+namespace {
+
+Problem SmallProblem() {
+  const std::vector<ParamSpec> params = {{OFFLOAD_BF16, OFFLOAD_BF16, 0, 0, 9000},
+                                         {OFFLOAD_FP32, OFFLOAD_BF16, 0, 0, 11000}};
+  Problem problem = RandomProblem(OFFLOAD_ADAMW, params, 3, 3);
+  for (StepInput& step : problem.steps)
+    for (size_t id = 0; id < params.size(); ++id)
+      if (!step.grads[id].has_value()) step.grads[id] = Bytes(problem.params[id].grad_bytes());
+  return problem;
+}
+
+LifecycleSetting SettingOf(int32_t device, system::Files* files, const std::string& paths) {
+  LifecycleSetting setting;
+  setting.device_kind = device;
+  setting.files = files;
+  setting.optimizer.chunk_elements = 2048;
+  setting.optimizer.disk_fraction = 1;
+  setting.optimizer.disk_paths = paths;
+  setting.optimizer.disk_ring_bytes = 3 * (2048 * 12 + (32 << 10));
+  return setting;
+}
+
+// A file system in memory is faster; where there is none, the one for temporary files.
+std::string Parent() {
+  return std::filesystem::is_directory("/dev/shm")
+             ? "/dev/shm"
+             : std::filesystem::temp_directory_path().string();
+}
+
+bool Contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// --------------------------------------------------------------------------------------- commit --
+
+struct Unready {  // an optimizer that has not been committed
+  explicit Unready(const offload_optimizer_options_t& options, system::Files* files = nullptr,
+                   int32_t placement = OFFLOAD_PLACE_AUTO) {
+    offload_context_options_t context_options{};
+    context_options.threads = 1;
+    context_options.log = [](void*, int32_t, const char*) {};
+    auto made = std::make_shared<Context>(context_options, CreateHostDevice(),
+                                          *SelectKernels().value());
+    if (files != nullptr) made->UseFiles(*files);
+    using Contexts = HandleTable<Context, HandleKind::kContext>;
+    context =
+        static_cast<offload_context_t>(Contexts::Instance().Insert(std::move(made)).value());
+    status = offload_optimizer_create(context, &options, &optimizer);
+    if (status != OFFLOAD_OK) return;
+    auto group = Make<offload_group_t>();
+    group.eps = 1e-8;
+    uint32_t id = 0;
+    MUST(offload_optimizer_add_group(optimizer, &group, &id));
+    auto param = Make<offload_param_t>();
+    param.name = "weights";
+    param.data = values.data();
+    param.count = values.size();
+    param.dtype = param.grad_dtype = OFFLOAD_FP32;
+    param.placement = placement;
+    MUST(offload_optimizer_add_params(optimizer, &param, 1, nullptr));
+    status = offload_optimizer_commit(optimizer, nullptr);
+  }
+  ~Unready() {
+    if (optimizer != nullptr) MUST(offload_optimizer_destroy(optimizer));
+    MUST(offload_context_destroy(context));
+  }
+
+  std::vector<float> values = std::vector<float>(100'000, 1.0f);
+  offload_context_t context = nullptr;
+  offload_optimizer_t optimizer = nullptr;
+  int32_t status = OFFLOAD_OK;
+};
+
+offload_optimizer_options_t OnDisk(const char* paths) {
+  auto options = Make<offload_optimizer_options_t>();
+  options.algorithm = OFFLOAD_ADAMW;
+  options.chunk_elements = 4096;
+  options.disk_fraction = 0.5;
+  options.disk_paths = paths;
+  return options;
+}
+
+TEST(Disk, ADirectoryWithoutRoomIsRefusedWithTheBytes) {
+  const TemporaryDirectory directory;
+  for (const Operation operation : {Operation::kAllocate, Operation::kOpen}) {
+    FaultyFiles files;
+    files.Inject(operation, 0, operation == Operation::kOpen ? EACCES : ENOSPC, true);
+    {
+      const Unready refused(OnDisk(directory.path().c_str()), &files);
+      EXPECT_EQ(refused.status, OFFLOAD_IO_FAILED);
+      const std::string text = offload_last_error();
+      EXPECT_TRUE(Contains(text, "options.disk_paths names '" + directory.path() + "'")) << text;
+      EXPECT_TRUE(Contains(text, " bytes (0.5 MiB) of state")) << text;
+      EXPECT_TRUE(Contains(text, "name directories with more room, or lower")) << text;
+      files.Heal();
+      EXPECT_EQ(offload_optimizer_commit(refused.optimizer, nullptr), OFFLOAD_OK)
+          << offload_last_error();
+    }
+    EXPECT_TRUE(directory.Names().empty());
+  }
+}
+
+TEST(Disk, ADirectoryThatIsNotThereIsRefused) {
+  const Unready refused(OnDisk("/nowhere/at/all"));
+  EXPECT_EQ(refused.status, OFFLOAD_IO_FAILED);
+  EXPECT_TRUE(Contains(offload_last_error(), "'/nowhere/at/all'")) << offload_last_error();
+}
+
+TEST(Disk, WhatDoesNotGoTogetherIsRefusedWithTheWayOut) {
+  using Options = offload_optimizer_options_t;
+  const TemporaryDirectory directory;
+  struct Case {
+    void (*change)(Options&);
+    int32_t status;
+    const char* text;
+    int32_t placement = OFFLOAD_PLACE_AUTO;
+  };
+  const Case cases[] = {
+      {[](Options& o) { o.disk_fraction = -0.5; }, OFFLOAD_INVALID_ARGUMENT,
+       "disk_fraction is -0.5, expected 0"},
+      {[](Options& o) { o.disk_fraction = NAN; }, OFFLOAD_INVALID_ARGUMENT, "disk_fraction is nan"},
+      {[](Options& o) { o.device_fraction = 0.75; }, OFFLOAD_INVALID_ARGUMENT,
+       "device_fraction is 0.75 and disk_fraction is 0.5, expected at most 1 together"},
+      {[](Options& o) { o.disk_paths = nullptr; }, OFFLOAD_INVALID_ARGUMENT,
+       "disk_paths names no directory"},
+      {[](Options& o) { o.disk_paths = "::"; }, OFFLOAD_INVALID_ARGUMENT,
+       "disk_paths names no directory"},
+      {[](Options& o) { o.disk_fraction = 0; }, OFFLOAD_INVALID_ARGUMENT,
+       "but disk_fraction is 0, so that no state is on disk; set it, or leave disk_paths NULL"},
+      {[](Options& o) {
+         o.disk_fraction = 0;
+         o.disk_paths = nullptr;
+         o.disk_ring_bytes = 1 << 20;
+       },
+       OFFLOAD_INVALID_ARGUMENT, "set it, or leave disk_ring_bytes 0"},
+      {[](Options& o) { o.disk_ring_bytes = 50'000; }, OFFLOAD_INVALID_ARGUMENT,
+       "disk_ring_bytes is 50000, expected at least"},
+      {[](Options& o) { o.save_buffer_bytes = 1 << 20; }, OFFLOAD_UNSUPPORTED,
+       "but save_buffer_bytes is 1048576"},
+      {[](Options&) {}, OFFLOAD_UNSUPPORTED, "register it as OFFLOAD_PLACE_AUTO",
+       OFFLOAD_PLACE_HOST},
+  };
+  for (const Case& one : cases) {
+    Options options = OnDisk(directory.path().c_str());
+    one.change(options);
+    const Unready refused(options, nullptr, one.placement);
+    EXPECT_EQ(refused.status, one.status) << one.text;
+    EXPECT_TRUE(Contains(offload_last_error(), one.text))
+        << offload_last_error() << ", expected " << one.text;
+  }
+}
+
+TEST(Disk, WhatOnlyADeviceWithMemoryOfItsOwnHasIsRefusedToo) {
+  using Options = offload_optimizer_options_t;
+  ContextSetting setting;
+  setting.device_kind = OFFLOAD_DEVICE_SIM;
+  const TestContext context(setting);
+  const std::pair<void (*)(Options&), const char*> cases[] = {
+      {[](Options& o) { o.host_executors = OFFLOAD_EXECUTORS_STREAMED; },
+       "state on disk does not stream through the device"},
+      {[](Options& o) { o.stream_ring_bytes = 1 << 20; },
+       "state on disk does not stream through the device"},
+      {[](Options& o) {
+         o.movable = OFFLOAD_MOVABLE_GRADS;
+         o.early_update_bytes = 1 << 20;
+       },
+       "state on disk is not updated before its step"},
+  };
+  for (const auto& [change, text] : cases) {
+    Options options = OnDisk("/tmp");
+    change(options);
+    offload_optimizer_t optimizer = nullptr;
+    EXPECT_EQ(offload_optimizer_create(context.handle(), &options, &optimizer),
+              OFFLOAD_UNSUPPORTED);
+    EXPECT_TRUE(Contains(offload_last_error(), text)) << offload_last_error();
+  }
+}
+
+TEST(Disk, TheDeviceFractionStays) {
+  const TemporaryDirectory directory;
+  const Unready ready(OnDisk(directory.path().c_str()));
+  ASSERT_EQ(ready.status, OFFLOAD_OK);
+  offload_ticket_t ticket = 0;
+  EXPECT_EQ(offload_optimizer_set_device_fraction(ready.optimizer, 0.25, &ticket),
+            OFFLOAD_UNSUPPORTED);
+  EXPECT_TRUE(Contains(offload_last_error(), "make an optimizer with other fractions and load"));
+}
+
+// ---------------------------------------------------------------------------------------- steps --
+
+// Makes a step fail, and checks what the optimizer says then.
+void ExpectLost(LifecycleRig& rig, const StepInput& input, const std::string& directory,
+                const std::string& cause) {
+  rig.NewGrads(input);
+  rig.BindAll();
+  const offload_ticket_t ticket = rig.Step(input);
+  EXPECT_NE(offload_optimizer_wait(rig.optimizer(), ticket, -1), OFFLOAD_OK) << cause;
+  const std::string text = offload_last_error();
+  EXPECT_TRUE(Contains(text, "state on disk (options.disk_paths) in '" + directory + "' is lost"))
+      << text;
+  EXPECT_TRUE(Contains(text, cause)) << text;
+  EXPECT_TRUE(Contains(text, "make a new optimizer and load the last checkpoint")) << text;
+  EXPECT_EQ(rig.TryStep(input), OFFLOAD_POISONED);
+  EXPECT_TRUE(Contains(offload_last_error(), cause)) << offload_last_error();
+}
+
+// Every call of a step that reads or writes state fails once, in all ways in which disks fail.
+TEST(Disk, AFailedReadOrWriteEndsTheOptimizerAndTheLastCheckpointLoads) {
+  const Solved solved(SmallProblem());
+  for (int32_t device : DevicesUnderTest()) {
+    uint64_t lost = 0, healed = 0;
+    for (const Operation operation : {Operation::kRead, Operation::kWrite}) {
+      for (const int error : {EIO, ENOSPC, EINTR, kShort, kChanged}) {
+        if (error == kChanged && operation == Operation::kWrite) continue;
+        for (uint64_t call = 0; call < 24; call += 5) {
+          SCOPED_TRACE(std::string(OperationName(operation)) + " " + std::to_string(call) +
+                       ", error " + std::to_string(error));
+          const TemporaryDirectory directory(Parent());
+          FaultyFiles files;
+          LifecycleRig rig(solved.problem, SettingOf(device, &files, directory.path()));
+          (void)rig.StepOnce(solved.problem.steps[0]);
+          rig.Wait(rig.Save(directory / "saved"));
+          files.Inject(operation, call, error, false);
+          if (error == EINTR || error == kShort) {
+            (void)rig.StepOnce(solved.problem.steps[1]);
+            EXPECT_EQ(files.failed(), 1u);
+            EXPECT_EQ(rig.Difference(solved.trace[2]), "");
+            ++healed;
+            continue;
+          }
+          ExpectLost(rig, solved.problem.steps[1], directory.path(),
+                     error == kChanged ? "their hashes differ"
+                                       : "(errno " + std::to_string(error) + ")");
+          EXPECT_EQ(files.failed(), 1u);
+          LifecycleRig next(solved.problem, SettingOf(device, nullptr, directory.path()));
+          MUST(next.TryLoad(directory / "saved"));
+          EXPECT_EQ(next.Difference(solved.trace[1]), "");
+          ++lost;
+        }
+      }
+    }
+    EXPECT_EQ(lost, 25u);
+    EXPECT_EQ(healed, 20u);
+  }
+}
+
+// This process's open file without a name in the directory.
+int OpenScratchFile(const std::string& directory) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code none;
+    const std::string target = std::filesystem::read_symlink(entry.path(), none).string();
+    if (target.starts_with(directory) && target.ends_with(" (deleted)"))
+      return open(entry.path().c_str(), O_RDWR | O_CLOEXEC);
+  }
+  return -1;
+}
+
+TEST(Disk, AFileThatSomebodyCutsOffOrChangesIsFoundAtTheNextRead) {
+  const Solved solved(SmallProblem());
+  for (int32_t device : DevicesUnderTest()) {
+    for (const bool cut : {false, true}) {
+      const TemporaryDirectory directory;
+      LifecycleRig rig(solved.problem, SettingOf(device, nullptr, directory.path()));
+      (void)rig.StepOnce(solved.problem.steps[0]);
+      const int file = OpenScratchFile(directory.path());
+      ASSERT_GE(file, 0);
+      if (cut) {
+        ASSERT_EQ(ftruncate(file, 100'000), 0);
+      } else {
+        char byte = 0;
+        ASSERT_EQ(pread(file, &byte, 1, 60'000), 1);
+        byte = static_cast<char>(byte ^ 4);
+        ASSERT_EQ(pwrite(file, &byte, 1, 60'000), 1);
+      }
+      close(file);
+      ExpectLost(rig, solved.problem.steps[1], directory.path(),
+                 cut ? "somebody has cut the file off: it has " : "their hashes differ");
+    }
+  }
+}
+
+// A save, and a read of state, find it too; so does the next step.
+TEST(Disk, ASaveThatFindsAChangedFileFailsAlone) {
+  const Solved solved(SmallProblem());
+  const TemporaryDirectory directory;
+  FaultyFiles files;
+  LifecycleRig rig(solved.problem, SettingOf(OFFLOAD_DEVICE_HOST, &files, directory.path()));
+  (void)rig.StepOnce(solved.problem.steps[0]);
+  files.Inject(Operation::kRead, 4, kChanged, false);
+  EXPECT_EQ(offload_optimizer_wait(rig.optimizer(), rig.Save(directory / "saved"), -1),
+            OFFLOAD_IO_FAILED);
+  EXPECT_TRUE(Contains(offload_last_error(), "their hashes differ")) << offload_last_error();
+  EXPECT_TRUE(directory.Names().empty());
+  files.Inject(Operation::kRead, 0, EIO, false);
+  float value = 0;
+  EXPECT_EQ(offload_optimizer_read_state(rig.optimizer(), 0, OFFLOAD_STATE_EXP_AVG, 0, 1, &value),
+            OFFLOAD_IO_FAILED);
+  EXPECT_EQ(rig.Difference(solved.trace[1]), "");
+  (void)rig.StepOnce(solved.problem.steps[1]);
+  EXPECT_EQ(rig.Difference(solved.trace[2]), "");
+}
+
+}  // namespace
+}  // namespace hybridopt
