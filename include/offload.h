@@ -898,8 +898,8 @@ OFFLOAD_API int32_t offload_optimizer_set_device_fraction(offload_optimizer_t op
 
 /* A view of one kind of state of one param: its first device_count elements lie at device_data on
  * the device, the next host_count elements at host_data in host memory, pinned as one range or not
- * at all; the rest is on disk. The library owns the memory. The view is valid until destroy or the next
- * offload_optimizer_set_device_fraction, with two exceptions: device_data is valid until
+ * at all; the rest is on disk. The library owns the memory. The view is valid until destroy or the
+ * next offload_optimizer_set_device_fraction, with two exceptions: device_data is valid until
  * offload_states, and where the param is its own master, as long as the param's address. The
  * content does not change while no work is queued, and the caller may write it then. */
 typedef struct offload_state_view {
