@@ -11,7 +11,8 @@
 // there, and the params half of the slot is free too. It is *sent* up when all workers have done
 // their part, and *retired* when its params are on the device. If a param's masters are split, the
 // param is their upper half, so it is copied down with its gradient, to the params half of the
-// slot. In such a step a chunk is taken only after the previous chunk of that slot has been retired.
+// slot. In such a step a chunk is taken only after the previous chunk of that slot has been
+// retired.
 //
 // The worker that does the last part of a chunk advances the pipeline: it sends that chunk, copies
 // the next one down, and gives all chunks whose gradients have arrived, at most as many as the ring
