@@ -60,8 +60,8 @@ struct ShapeOptions {
   bool tracks_changes = false;     // steps note which elements of params they change
   uint64_t save_buffer_bytes = 0;  // for state that a step puts aside while a save has to read it
   uint64_t pin_piece_bytes = UINT64_MAX;  // see Device::pin_piece_bytes
-  double disk_fraction = 0;        // of the elements that are placed automatically
-  uint64_t disk_ring_bytes = 0;    // of host memory for the state of the disk that is in use
+  double disk_fraction = 0;               // of the elements that are placed automatically
+  uint64_t disk_ring_bytes = 0;           // of host memory for the state of the disk that is in use
 
   bool on_disk() const { return disk_fraction > 0; }
   // Whether all chunks are in host memory and nothing of them is staged, so that they are one.
@@ -172,7 +172,7 @@ struct StateShape {
   uint64_t swap_grads_bytes = 0;
   uint64_t change_words = 0;  // 0: changes are not tracked
   uint64_t matrices = 0;      // that are updated by themselves: all parts in all params
-  // At most so many sets of coefficients has a step: one for each param, or for each of its parts.
+  // The most sets of coefficients of a step: one for each param, or for each of its parts.
   uint64_t coefficients = 0;
   // Memory for the update of the largest of them: on the host, and for each stream of the device.
   uint64_t host_matrix_bytes = 0;
