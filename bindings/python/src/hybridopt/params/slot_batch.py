@@ -68,11 +68,7 @@ class Forms:
         if TensorGuards is None:
             self._forms = [form_of(tensor) for tensor in tensors]
         elif tensors:
-            self._guards = TensorGuards(
-                *tensors,
-                dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],  # none is dynamic
-                dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
-            )
+            self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
     def match(self, tensors: Sequence[Tensor | None]) -> bool:
         """Whether these tensors have the same forms, in the same order. None never matches."""
