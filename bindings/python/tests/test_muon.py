@@ -727,7 +727,7 @@ def backward(module, seed, dtype=torch.float32):
 
 
 def groups_of(module):
-    return hybridopt.muon_groups(module, head=None)
+    return hybridopt.muon_groups(module, head=None, splits={"gate_up.weight": (2, 4)})
 
 
 def full(tensor):

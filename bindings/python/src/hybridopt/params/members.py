@@ -113,6 +113,7 @@ def members_of(param_groups: list[dict[str, Any]], known: Mapping[Tensor, bool])
     renamed: list[str] = []
     seen: dict[int, tuple[int, str]] = {}
     for index, group in enumerate(param_groups):
+        rows = tuple(group.get("split_rows") or ())
         for name, param in checked(index, group):
             wide_gradient = known.get(param)
             if wide_gradient is None and not takes_part(param):
@@ -124,7 +125,6 @@ def members_of(param_groups: list[dict[str, Any]], known: Mapping[Tensor, bool])
             while name in names:
                 name += "'"
             names.add(name)
-            rows = tuple(group.get("split_rows") or ())
             members.append(Member(param, name, index, wide_gradient=bool(wide_gradient), split_rows=rows))
     if renamed:
         _warn_of_renamed(renamed)
