@@ -16,13 +16,13 @@ class Files {
 
   enum class Open {
     kRead,
-    kReadDirect,    // bypasses the page cache: addresses, offsets and sizes are multiples of 4096
-    kCreate,        // a new file, for writing; an existing one is not opened
-    kCreateDirect,  // the same, bypassing the page cache
+    kReadDirect,     // bypasses the page cache: addresses, offsets and sizes are multiples of 4096
+    kCreate,         // a new file, for writing; an existing one is not opened
+    kCreateDirect,   // the same, bypassing the page cache
     kScratch,        // a new file without a name in this directory, for reading and writing
     kScratchDirect,  // the same, bypassing the page cache
-    kDirectory,     // a directory, for fsync
-    kOwnDirectory   // a directory, to be locked or emptied; not through a symbolic link
+    kDirectory,      // a directory, for fsync
+    kOwnDirectory    // a directory, to be locked or emptied; not through a symbolic link
   };
   virtual int OpenFile(const std::string& path, Open how);
   virtual int Close(int file);

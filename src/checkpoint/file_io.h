@@ -32,7 +32,7 @@ class File {
   static Result<File> Open(system::Files& files, std::string path);    // opens for reading
   // A file without a name in this directory, for reading and writing; path() is the directory.
   static Result<File> Scratch(system::Files& files, std::string directory);
-  ~File();                                                             // closes the file
+  ~File();  // closes the file
   File(File&& other) noexcept { *this = std::move(other); }
   File& operator=(File&& other) noexcept;
 

@@ -34,9 +34,8 @@ void ForEachArray(const StateShape& shape, const ChunkTable& chunks, const Chunk
 
 bool IsOnDisk(const ChunkTable& chunks, const Chunk& chunk) {
   const std::span<const Fragment> fragments = chunks.FragmentsOf(chunk);
-  return std::any_of(fragments.begin(), fragments.end(), [](const Fragment& fragment) {
-    return fragment.tier == Tier::kDisk;
-  });
+  return std::any_of(fragments.begin(), fragments.end(),
+                     [](const Fragment& fragment) { return fragment.tier == Tier::kDisk; });
 }
 
 std::array<uint64_t, kStateSlots> AreaBytes(const StateShape& shape, const ChunkTable& chunks,
@@ -63,8 +62,7 @@ std::vector<std::string> DiskPaths(const char* paths) {
 
 // ---------------------------------------------------------------------------------------- sizes --
 
-DiskMemory::AreaBegins DiskMemory::AreaBeginsOf(const StateShape& shape,
-                                                const ChunkTable& chunks) {
+DiskMemory::AreaBegins DiskMemory::AreaBeginsOf(const StateShape& shape, const ChunkTable& chunks) {
   std::array<uint64_t, kStateSlots> most{};
   for (const Chunk& chunk : chunks.chunks) {
     const std::array<uint64_t, kStateSlots> bytes = AreaBytes(shape, chunks, chunk);
@@ -209,11 +207,10 @@ Status DiskMemory::ReadArea(uint32_t record, uint32_t slot, std::byte* into) {
   HYBRIDOPT_ASSIGN(const uint64_t read, FileOf(record).Read(into, area.bytes, begin));
   read_bytes_ += read;
   if (read < area.bytes)
-    return Status::Error(OFFLOAD_IO_FAILED,
-                         "somebody has cut the file off: it has %llu of %llu bytes at byte %llu",
-                         static_cast<unsigned long long>(read),
-                         static_cast<unsigned long long>(area.bytes),
-                         static_cast<unsigned long long>(begin));
+    return Status::Error(
+        OFFLOAD_IO_FAILED, "somebody has cut the file off: it has %llu of %llu bytes at byte %llu",
+        static_cast<unsigned long long>(read), static_cast<unsigned long long>(area.bytes),
+        static_cast<unsigned long long>(begin));
   if (checkpoint::Xxh3({reinterpret_cast<const char*>(into), area.bytes}) == area.hash) return {};
   return Status::Error(OFFLOAD_IO_FAILED,
                        "what was read is not what the library wrote there (their hashes differ)");

@@ -144,9 +144,7 @@ class DiskMemory {
     return ring_.data() + ring_slot * sizes_.record_bytes;
   }
   checkpoint::File& FileOf(uint32_t record) { return files_[record % files_.size()]; }
-  uint64_t OffsetOf(uint32_t record) const {
-    return record / files_.size() * sizes_.record_bytes;
-  }
+  uint64_t OffsetOf(uint32_t record) const { return record / files_.size() * sizes_.record_bytes; }
   Status ReadArea(uint32_t record, uint32_t slot, std::byte* into);
   Status WriteArea(uint32_t record, uint32_t slot, const std::byte* from);
   Status WriteHeld(uint32_t slot);
@@ -177,7 +175,7 @@ class DiskMemory {
   std::mutex mutex_;  // guards all below, and Record::slot
   std::condition_variable changed_;
   std::vector<SlotState> slots_;
-  std::vector<Job> jobs_;      // as many as slots: a ring
+  std::vector<Job> jobs_;  // as many as slots: a ring
   uint64_t jobs_added_ = 0;
   uint64_t jobs_taken_ = 0;
   uint64_t jobs_done_ = 0;

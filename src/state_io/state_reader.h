@@ -22,8 +22,7 @@ class StateReader {
   // Reads elements [first, first + count) of a range as an array of `dtype`: fp32, or the dtype
   // that checkpoints store for the range's format. `into` is aligned to its elements and lives
   // until the transfer has been destroyed.
-  Status Read(StateRange range, uint64_t first, uint64_t count, int32_t dtype,
-              std::byte* into);
+  Status Read(StateRange range, uint64_t first, uint64_t count, int32_t dtype, std::byte* into);
   // Reads the range as fp32 into memory of the caller. The device never copies to that memory. The
   // workers share the elements that are on the host.
   Status ReadForCaller(StateRange range, float* into);

@@ -213,8 +213,7 @@ Status StepPipeline::UpdateThroughDiskRing(const HostStep& step, offload_step_re
   return {};
 }
 
-Status StepPipeline::UpdateInPlace(const HostStep& step, uint32_t chunk,
-                                   const WorkRange& range) {
+Status StepPipeline::UpdateInPlace(const HostStep& step, uint32_t chunk, const WorkRange& range) {
   if (range.begin == range.end) return {};
   updater_.PutAside(step, chunk, range);
   const ProfilerRange updating("update", chunk);

@@ -49,8 +49,7 @@ LifecycleSetting SettingOf(uint64_t seed, int32_t device, const std::string& pat
   optimizer.host_executors = random.OneIn(2) ? OFFLOAD_EXECUTORS_AUTO : OFFLOAD_EXECUTORS_CPU;
   optimizer.save_buffer_bytes = random.OneIn(2) ? 0 : UINT64_MAX;
   if (random.OneIn(3))
-    optimizer.disk_ring_bytes =
-        (2 + random.Below(4)) * RecordBytesMost(optimizer.chunk_elements);
+    optimizer.disk_ring_bytes = (2 + random.Below(4)) * RecordBytesMost(optimizer.chunk_elements);
   setting.movable = random.OneIn(2) ? kMoveAll : 0;
   for (int i = 0; i < 8; ++i)
     setting.chunk_orders.push_back(random.OneIn(2) ? 0 : static_cast<int32_t>(random.Below(5)));

@@ -422,7 +422,8 @@ std::map<std::string, std::function<void(Setting&)>> Variations() {
   };
   return {
       {"host, 3 threads", [](Setting& s) { s.threads = 3; }},
-      {"host, all on disk", [](Setting& s) {
+      {"host, all on disk",
+       [](Setting& s) {
          s.disk_fraction = 1;
          s.disk_paths = "/tmp";
        }},
@@ -659,7 +660,9 @@ TEST(Muon, UpdatesAreThoseOfFloat64) {
   for (const uint32_t group : {0u, 1u, 3u}) {
     tensors.push_back({{48, 20}, OFFLOAD_FP32, OFFLOAD_FP32, group});
     tensors.push_back({{20, 48}, OFFLOAD_FP32, OFFLOAD_FP32, group});
-    tensors.push_back({{3, 24, 24}, OFFLOAD_FP32, OFFLOAD_FP32, group});
+    // A square matrix has a tiny singular value, of which Polar Express multiplies each rounding by
+    // some hundreds.
+    tensors.push_back({{3, 24, group == 3 ? 12 : 24}, OFFLOAD_FP32, OFFLOAD_FP32, group});
   }
   Training training(setting, tensors);
   for (uint64_t number = 0; number < 3; ++number) {
@@ -901,7 +904,6 @@ TEST(Muon, WhatIsNoWholeMatrixIsRefused) {
               {"cuts matrices of 4 x 6"});
   ExpectError(AddParam(optimizer, {3, 4, 6}, {0, 0, 0}, {3, 4, 6}, kLate), OFFLOAD_UNSUPPORTED,
               {"cuts matrices of 4 x 6"});
-  EXPECT_OFFLOAD_OK(AddParam(optimizer, {3, 4, 6}, {0, 0, 0}, {3, 4, 6}, kWhole));
   ASSERT_OFFLOAD_OK(offload_optimizer_add_group(optimizer, &Groups()[2], &group_id));
   const auto split = [&](const std::vector<uint64_t>& rows, uint32_t group = 0) {
     return AddParam(optimizer, {12, 6}, {0, 0}, {12, 6}, nullptr, rows, group);
@@ -927,6 +929,7 @@ TEST(Muon, WhatIsNoWholeMatrixIsRefused) {
               OFFLOAD_INVALID_ARGUMENT, {"split_rows is NULL, but split_count is 2"});
   ExpectError(split({6, 6}, group_id), OFFLOAD_INVALID_ARGUMENT,
               {"split_count is 2", "AdamW", "leave it 0"});
+  EXPECT_OFFLOAD_OK(AddParam(optimizer, {3, 4, 6}, {0, 0, 0}, {3, 4, 6}, kWhole));
   EXPECT_OFFLOAD_OK(offload_optimizer_destroy(optimizer));
   EXPECT_OFFLOAD_OK(offload_context_destroy(context));
 }

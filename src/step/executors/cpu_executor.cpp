@@ -8,8 +8,8 @@
 namespace hybridopt {
 
 CpuExecutor::CpuExecutor(Context& context, const ParamTable& table, const StepPlan& plan,
-                         Lanes& lanes, DiskMemory* disk, ChunkQueue& queue,
-                         ChunkProgress& progress, const ChunkUpdater& updater)
+                         Lanes& lanes, DiskMemory* disk, ChunkQueue& queue, ChunkProgress& progress,
+                         const ChunkUpdater& updater)
     : context_(context),
       device_(context.device()),
       table_(table),

@@ -57,12 +57,11 @@ struct Unready {  // an optimizer that has not been committed
     offload_context_options_t context_options{};
     context_options.threads = 1;
     context_options.log = [](void*, int32_t, const char*) {};
-    auto made = std::make_shared<Context>(context_options, CreateHostDevice(),
-                                          *SelectKernels().value());
+    auto made =
+        std::make_shared<Context>(context_options, CreateHostDevice(), *SelectKernels().value());
     if (files != nullptr) made->UseFiles(*files);
     using Contexts = HandleTable<Context, HandleKind::kContext>;
-    context =
-        static_cast<offload_context_t>(Contexts::Instance().Insert(std::move(made)).value());
+    context = static_cast<offload_context_t>(Contexts::Instance().Insert(std::move(made)).value());
     status = offload_optimizer_create(context, &options, &optimizer);
     if (status != OFFLOAD_OK) return;
     auto group = Make<offload_group_t>();
@@ -246,9 +245,9 @@ TEST(Disk, AFailedReadOrWriteEndsTheOptimizerAndTheLastCheckpointLoads) {
             ++healed;
             continue;
           }
-          ExpectLost(rig, solved.problem.steps[1], directory.path(),
-                     error == kChanged ? "their hashes differ"
-                                       : "(errno " + std::to_string(error) + ")");
+          ExpectLost(
+              rig, solved.problem.steps[1], directory.path(),
+              error == kChanged ? "their hashes differ" : "(errno " + std::to_string(error) + ")");
           EXPECT_EQ(files.failed(), 1u);
           LifecycleRig next(solved.problem, SettingOf(device, nullptr, directory.path()));
           MUST(next.TryLoad(directory / "saved"));

@@ -178,7 +178,7 @@ void SpoilParam(Random& random, ParamRoom& room) {
       param.placement = random.OneOf({-1, 3, INT32_MAX});
       break;
     case 5:
-      param.reserved = 1;
+      param.split_count = 1 + static_cast<uint32_t>(random.Below(UINT32_MAX));  // of nothing
       break;
     case 6:
       param.count = random.OneOf<uint64_t>({(uint64_t{1} << 44) + 1, UINT64_MAX});

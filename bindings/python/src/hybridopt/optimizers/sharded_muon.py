@@ -108,7 +108,7 @@ class ShardedMuon(torch.optim.Optimizer):
         by_name = {cut.name: cut for cut in cuts}
         self._cuts = [_Cut(by_name[cut.name], param) for of_group in found for cut, param in of_group]
         self._group = process_group
-        stand_in = {each.param: each.whole for each in self._cuts}
+        stand_in: dict[Tensor, Tensor] = {each.param: each.whole for each in self._cuts}
         several = dist.is_initialized() and dist.get_world_size(process_group) > 1
         if several:
             keywords["process_group"] = process_group or dist.group.WORLD
@@ -193,8 +193,8 @@ class ShardedMuon(torch.optim.Optimizer):
 
 
 def _groups_of(params: Iterable[Any]) -> list[dict[str, Any]]:
-    listed = [params] if isinstance(params, (Tensor, dict)) else list(params)
-    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    listed: list[Any] = [params] if isinstance(params, (Tensor, dict)) else list(params)
+    groups: list[dict[str, Any]] = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     return [{**group, "params": _entries(group.get("params", []))} for group in groups]
 
 
