@@ -133,7 +133,8 @@ void LayOutHostRegion(const ParamTable& table, StateSlot slot, StateShape& shape
 
 void LayOutRegions(const ParamTable& table, StateShape& shape) {
   for (uint32_t index = 0; index < kStateSlots; ++index) {
-    LayOutRegion(table, Tier::kDevice, StateSlot{index}, shape);
+    for (Tier tier : kTiers)
+      if (tier != Tier::kHost) LayOutRegion(table, tier, StateSlot{index}, shape);
     LayOutHostRegion(table, StateSlot{index}, shape);
   }
 }
