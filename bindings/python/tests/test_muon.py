@@ -523,14 +523,15 @@ def test_muon_groups_sort_a_model():
 def test_muon_groups_have_stacks_and_splits_of_their_own():
     model = Predictor()
     model.experts = nn.Parameter(torch.ones(2, 6, 4))
-    groups = hybridopt.muon_groups(model, stacks=["expert*"], splits={"up.*": [32, 32], "experts": (3, 3)})
+    groups = hybridopt.muon_groups(model, stacks=["expert*"], splits={"up.w*": [32, 32], "experts": (3, 3)})
     extras = [{key: group[key] for key in group if key != "params"} for group in groups]
     assert {"stacked": True, "split_rows": (3, 3)} in extras and {"split_rows": (32, 32)} in extras
     assert extras[-1] == {"algorithm": "adamw"} and len(groups) == 4
     lines = {line.split()[1]: line for line in str(groups).splitlines()}
     assert lines["experts"].endswith("stack of matrices, in parts of 3, 3 rows")
     assert lines["up.weight"].endswith("matrix of a hidden layer, in parts of 32, 32 rows")
-    run(hybridopt.Muon(groups), [param for group in groups for _, param in group["params"]], [1])
+    params = [param for group in groups for _, param in group["params"]]
+    run(hybridopt.Muon(groups), params, [1])
     for arguments, text in (
         ({"stacks": ["none.*"]}, "no parameter of the model has the name 'none.*' of stacks or splits"),
         ({"splits": {"embed*": (16, 16)}}, "name 'embedding.weight', which Muon does not update: embedding"),
@@ -632,6 +633,9 @@ def test_sharded_matrices_are_refused_and_replicated_ones_are_not(mesh):
     with pytest.raises(ValueError, match="is cut between ranks"):
         hybridopt.Muon([("x", param)])
     hybridopt.Muon([("x", Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [Replicate()], run_check=False)))])
+    stack = Parameter(DTensor.from_local(torch.ones(2, 2, 3), mesh, [Shard(1)], run_check=False))
+    with pytest.raises(ValueError, match="needs whole matrices; cut the stack between its matrices, "):
+        hybridopt.Muon([{"params": [("x", stack)], "stacked": True}])
 
 
 def test_parts_of_matrices_are_refused():

@@ -209,8 +209,7 @@ def _cut_in(group: dict[str, Any], index: int) -> list[tuple[CutMatrix, DTensor]
     found = []
     for place, entry in enumerate(group["params"]):
         name, param = entry if isinstance(entry, tuple) else (f"param_groups.{index}.{place}", entry)
-        is_stack = bool(group.get("stacked")) and param.ndim == 3
-        if isinstance(param, DTensor) and (param.ndim == 2 or is_stack) and cut_by(param, is_stack):
+        if isinstance(param, DTensor) and param.ndim == 2 and cut_by(param):
             found.append((homes.cut_matrix_of(name, param), param))
     return found
 
