@@ -34,7 +34,7 @@ def test_every_name_is_listed_and_there():
     assert hybridopt.optimizers.__name__ == "hybridopt.optimizers" and hybridopt.sys is sys
     assert dir(hybridopt) == sorted(hybridopt.__all__)
     public = {"OffloadOptimizer", "OffloadOptions", "ActivationStash", "Plan", "Stats", "StepResult", "TensorShard"}
-    public |= {"WeightChange", "WeightPatch", "apply_changes", "gather_changes", "muon_groups"}
+    public |= {"WeightChange", "WeightPatch", "apply_changes", "gather_changes", "muon_groups", "ShardedMuon"}
     modules = {"abi", "integrations", "stash"}
     assert set(dir(hybridopt)) == {cls.__name__ for cls in CLASSES} | public | modules | {"__version__"}
     for name in hybridopt.__all__:

@@ -61,7 +61,7 @@ def test_every_word_is_one_of_the_librarys():
         ("device_fraction 0.25 needs 9 bytes; lower device_fraction", "offload_fraction 0.75 needs 9 bytes; raise offload_fraction"),
         ("Muon: keep the params in host memory with OFFLOAD_DEVICE_HOST", "Muon: keep the params on the CPU"),
         ("no trace has been started; call offload_optimizer_trace_start first", "no trace has been started; begin one by trace()"),
-        ("group.ns_b is inf", "ns_coefficients[1] is inf"),
+        ("group.ns_coefficients[1][0] is inf", "ns_coefficients[1][0] is inf"),
         ("needs 9 bytes; raise device_fraction, or free", "needs 9 bytes; lower offload_fraction, or free"),
         ("options.path 'options.path/group.lr' exists", "path 'options.path/group.lr' exists"),
         ("param 3 'group.beta1' and group.beta1", "param 3 'group.beta1' and betas[0]"),

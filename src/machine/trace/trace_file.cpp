@@ -132,9 +132,9 @@ Status WriteTrace(system::Files& files, const std::string& path, const TraceReco
   const Status written = WriteAndRename(files, path, record, device);
   if (written.ok()) return {};
   return Status::Error(OFFLOAD_IO_FAILED,
-                       "path is '%.200s', and no trace could be written there; the trace is kept, "
-                       "call offload_optimizer_trace_stop again with another path (NULL gives the "
-                       "trace up): %s",
+                       "path is '%.200s', and no trace could be written there: %s; the trace is "
+                       "kept, call offload_optimizer_trace_stop again with another path (NULL "
+                       "gives the trace up)",
                        path.c_str(), written.message().c_str());
 }
 

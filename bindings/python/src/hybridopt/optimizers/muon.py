@@ -45,12 +45,10 @@ class Muon(OffloadOptimizer):
             cols)**0.5. "match_rms_adamw": lr * 0.2 * max(rows, cols)**0.5, which fits the learning
             rate of AdamW.
 
-    A group may also have
-        split_rows (list of int): the params are fused matrices, each part of which is updated as a matrix of its own.
-            The list has the rows of each part, as (h, h) for gate and up. If it adds up to fewer rows than a matrix
-            has, it is repeated, and a part has its rows of each repetition, as those of queries, keys and values of each
-            group.
-        stacked (bool): params with three dimensions are stacks of matrices, as of experts.
+    A group may also have `split_rows`, a list of whole numbers: then its params are fused matrices, each part of which is
+    updated as a matrix of its own. The list has the rows of each part, as (h, h) for gate and up. If it adds up to fewer
+    rows than a matrix has, it is repeated, and a part has its rows of each repetition, as those of queries, keys and
+    values of each group. With `stacked=True` params with three dimensions are stacks of matrices, as of experts.
     """
 
     def __init__(
