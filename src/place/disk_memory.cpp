@@ -274,28 +274,34 @@ void DiskMemory::ReadAhead() {
   }
 }
 
-bool DiskMemory::IsReady(uint32_t chunk) {
+uint32_t DiskMemory::InPass(uint32_t chunk) const {
   const uint32_t record = record_of_chunk_[chunk];
-  if (record == kNone || !records_[record].in_pass) return true;
-  std::lock_guard lock(mutex_);
+  return record != kNone && records_[record].in_pass ? record : kNone;
+}
+
+bool DiskMemory::HasCome(uint32_t record) const {
   const uint32_t slot = records_[record].slot;
   return !failure_.ok() || (slot != kNone && slots_[slot] == SlotState::kReady);
 }
 
+bool DiskMemory::IsReady(uint32_t chunk) {
+  const uint32_t record = InPass(chunk);
+  if (record == kNone) return true;
+  std::lock_guard lock(mutex_);
+  return HasCome(record);
+}
+
 Status DiskMemory::Await(uint32_t chunk) {
-  const uint32_t record = record_of_chunk_[chunk];
-  if (record == kNone || !records_[record].in_pass) return {};
+  const uint32_t record = InPass(chunk);
+  if (record == kNone) return {};
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] {
-    const uint32_t slot = records_[record].slot;
-    return !failure_.ok() || (slot != kNone && slots_[slot] == SlotState::kReady);
-  });
+  changed_.wait(lock, [&] { return HasCome(record); });
   return failure_;
 }
 
 void DiskMemory::Updated(uint32_t chunk) {
-  const uint32_t record = record_of_chunk_[chunk];
-  if (record == kNone || !records_[record].in_pass) return;
+  const uint32_t record = InPass(chunk);
+  if (record == kNone) return;
   std::lock_guard lock(mutex_);
   Add({record, true});
 }
@@ -348,9 +354,7 @@ const Fragment& DiskMemory::FragmentOf(uint32_t param, uint64_t element) const {
 }
 
 Status DiskMemory::Hold(uint32_t param, StateSlot slot, uint64_t element) {
-  const Fragment& fragment = FragmentOf(param, element);
-  const uint32_t record =
-      record_of_fragment_[static_cast<size_t>(&fragment - chunks_.fragments.data())];
+  const uint32_t record = RecordOf(FragmentOf(param, element));
   Held& held = held_[slot];
   if (held.record == record) return {};
   HYBRIDOPT_TRY(WriteHeld(slot));
@@ -376,8 +380,7 @@ Status DiskMemory::WriteHeld(uint32_t slot) {
 
 std::byte* DiskMemory::At(uint32_t param, StateSlot slot, uint64_t element) const {
   const Fragment& fragment = FragmentOf(param, element);
-  const uint32_t record =
-      record_of_fragment_[static_cast<size_t>(&fragment - chunks_.fragments.data())];
+  const uint32_t record = RecordOf(fragment);
   const uint32_t ring_slot = held_[slot].record == record ? 0 : records_[record].slot;
   return MemoryOf(ring_slot) + begins_[slot] + LeadBytes(slot) + fragment.state_offset[slot] +
          shape_.params[param].Bytes(slot, fragment.begin, element - fragment.begin);

@@ -145,12 +145,18 @@ class DiskMemory {
   }
   checkpoint::File& FileOf(uint32_t record) { return files_[record % files_.size()]; }
   uint64_t OffsetOf(uint32_t record) const { return record / files_.size() * sizes_.record_bytes; }
+  uint32_t RecordOf(const Fragment& fragment) const {
+    return record_of_fragment_[static_cast<size_t>(&fragment - chunks_.fragments.data())];
+  }
+  // The chunk's record if it is part of the pass, else kNone.
+  uint32_t InPass(uint32_t chunk) const;
   Status ReadArea(uint32_t record, uint32_t slot, std::byte* into);
   Status WriteArea(uint32_t record, uint32_t slot, const std::byte* from);
   Status WriteHeld(uint32_t slot);
   Status Run(const Job& job, Content content);
   Status Failure(Status cause, uint32_t record) const;
   // These with mutex_ held.
+  bool HasCome(uint32_t record) const;  // or the pass has failed
   void Add(const Job& job);
   void ReadAhead();
   // On a thread.
