@@ -1,17 +1,24 @@
-"""How much state goes to the device, and what is printed about it."""
+"""How much state goes to the device and to disk, and what is printed about it. On disk it has the same bits, in steps, in
+`state`, in state dicts and in checkpoints."""
 
+import copy
+import os
+import pickle
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import hybridopt
+from hybridopt import abi
 from hybridopt.engine import making
 from hybridopt.engine.engine import Engine
 from hybridopt.settings.placement import AUTO, Leftover, choose
 from hybridopt.state.state_memory import StateMemory
+from models import PAIRS, bits, run
 
 
 def planner(calls, least=100, most=1100, step=1):
@@ -235,3 +242,205 @@ def test_state_that_has_moved_is_made_visible_when_it_is_read(monkeypatch):
     optimizer.set_offload_fraction(0.5)
     assert len(shown) == 4
     assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"} and len(shown) == 6
+
+
+# ------------------------------------------------------------------------------------- on disk --
+
+SHARES = [0.3, 1.0]
+LAYOUTS = [{}, {"state_dtype": "bf16"}, {"master_layout": "split"}, {"master_layout": "split24", "state_dtype": "bf16"}]
+
+
+def module(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 7), nn.LayerNorm(7)).to(dtype)
+    made[2].weight.data = made[2].weight.detach().T.contiguous().T  # not in the order of dimensions
+    return made
+
+
+def made(folder, share, name="AdamW", dtype=torch.bfloat16, steps=(), **options):
+    cls, _, arguments = PAIRS[name]
+    if share > 0:
+        options |= {"disk_fraction": share, "disk_paths": folder}
+    model = module(dtype)
+    optimizer = cls(model.named_parameters(), **arguments, threads=1, **options)
+    run(optimizer, list(model.parameters()), steps)
+    return optimizer, model
+
+
+def everything(optimizer, model):
+    """The bits of params and of all state."""
+    state = [entry[key] for _, entry in sorted(optimizer.state_dict()["state"].items()) for key in sorted(entry)]
+    return bits([*model.parameters(), *state])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_optimizer_has_the_bits_of_memory(name, share, dtype, tmp_path):
+    on_disk, in_memory = (made(tmp_path, each, name, dtype, range(3)) for each in (share, 0))
+    assert everything(*on_disk) == everything(*in_memory)
+    run(on_disk[0], list(on_disk[1].parameters()), [3])  # after a look at `state`
+    run(in_memory[0], list(in_memory[1].parameters()), [3])
+    assert everything(*on_disk) == everything(*in_memory)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("options", LAYOUTS)
+@pytest.mark.parametrize("share", SHARES)
+def test_state_dicts_go_from_and_to_disk(share, options, tmp_path):
+    (optimizer, model), (plain, own) = (made(tmp_path, each, steps=range(3), **options) for each in (share, 0))
+    saved = copy.deepcopy(optimizer.state_dict())
+    others = [made(tmp_path, each, steps=(7, 8), **options) for each in (share, 0)]
+    for other, its_model in others:
+        its_model.load_state_dict(model.state_dict())
+        other.load_state_dict(saved)
+    for each, its_model in [(optimizer, model), (plain, own), *others]:
+        run(each, list(its_model.parameters()), [3, 4])
+    assert {str(everything(*each)) for each in [(optimizer, model), *others]} == {str(everything(plain, own))}
+
+
+@pytest.mark.parametrize("options", LAYOUTS)
+@pytest.mark.parametrize("share", SHARES)
+def test_checkpoints_go_from_and_to_disk(share, options, tmp_path):
+    pairs = [made(tmp_path, each, **options) for each in (share, 0, share)]
+    for _, model in pairs:  # checkpoints are in the order of dimensions
+        model[2].weight.data = model[2].weight.detach().contiguous()
+    for optimizer, model in pairs[:2]:
+        run(optimizer, list(model.parameters()), range(3))
+    for optimizer, name in zip((pairs[0][0], pairs[1][0]), ("from_disk", "from_memory")):
+        optimizer.save_checkpoint(tmp_path / name)
+    pairs[1][0].load_checkpoint(tmp_path / "from_disk")
+    pairs[2][0].load_checkpoint(tmp_path / "from_memory")
+    for optimizer, model in pairs:
+        run(optimizer, list(model.parameters()), [3])
+    assert everything(*pairs[0]) == everything(*pairs[1]) == everything(*pairs[2])
+
+
+def test_copies_and_pickles_have_the_state(tmp_path):
+    optimizer, model = made(tmp_path, 1.0, steps=range(3))
+    copied, its_model = copy.deepcopy((optimizer, model))
+    pickled, other = pickle.loads(pickle.dumps((optimizer, model)))
+    for each, params in ((optimizer, model), (copied, its_model), (pickled, other)):
+        run(each, list(params.parameters()), [3])
+    assert everything(optimizer, model) == everything(copied, its_model) == everything(pickled, other)
+
+
+def test_what_is_written_to_state_counts_in_the_next_step(tmp_path):
+    pairs = [made(tmp_path, share, steps=range(3)) for share in (0.3, 0)]
+    for optimizer, model in pairs:
+        for param in model.parameters():
+            optimizer.state[param]["exp_avg"].mul_(0.5)
+            optimizer.state[param]["exp_avg_sq"] = torch.full_like(param, 2.0, dtype=torch.float32)
+        del optimizer.state[model[0].bias]
+        run(optimizer, list(model.parameters()), [3])
+    assert everything(*pairs[0]) == everything(*pairs[1])
+
+
+@pytest.mark.parametrize("layout", ["fp32", "split"])
+def test_a_loaded_master_does_not_replace_a_param_that_differs(layout, tmp_path):
+    pairs = [made(tmp_path, share, steps=range(3), master_layout=layout) for share in (0.7, 0)]
+    saved = copy.deepcopy(pairs[1][0].state_dict())
+    for optimizer, model in pairs:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(3)
+        optimizer.load_state_dict(saved)
+        run(optimizer, list(model.parameters()), [3])
+    assert everything(*pairs[0]) == everything(*pairs[1])
+
+
+def test_a_step_lets_copies_go_and_a_look_makes_new_ones(tmp_path):
+    optimizer, model = made(tmp_path, 1.0, steps=range(2))
+    param = model[0].weight
+    entry = optimizer.state[param]
+    moment, before = entry["exp_avg"], bits([entry["exp_avg"]])
+    assert optimizer.state[param] is entry  # no second copy
+    for known, _ in optimizer.state.items():
+        optimizer.master_of(known)  # changes no entry
+    read = optimizer.stats().disk_read_bytes
+    run(optimizer, list(model.parameters()), [2])
+    assert optimizer.stats().disk_read_bytes - read == optimizer.plan().disk_step_bytes  # the step, and no look
+    assert bits([moment]) == before != bits([optimizer.state[param]["exp_avg"]])
+    assert list(optimizer.state) == list(model.parameters())
+
+
+def test_overlap_and_skipped_steps_have_the_same_bits(tmp_path):
+    pairs = [made(tmp_path, share) for share in (0.5, 0)]
+    for optimizer, model in pairs:
+        optimizer.overlap(model)
+        with pytest.warns(UserWarning, match="skipped"):
+            for seed in range(4):
+                torch.manual_seed(seed)
+                optimizer.zero_grad()
+                model(torch.randn(5, 40).bfloat16()).float().square().mean().backward()
+                if seed == 2:
+                    model[0].weight.grad[0, 0] = torch.inf
+                optimizer.step()
+    assert everything(*pairs[0]) == everything(*pairs[1])
+
+
+def test_reports_tell_what_is_on_disk(tmp_path):
+    (tmp_path / "a").mkdir()
+    optimizer, model = made(tmp_path / "a", 0.5)
+    plan = optimizer.plan()
+    count = sum(param.numel() for param in model.parameters())
+    assert abs(plan.elements.disk - count / 2) <= 1 and plan.elements.disk + plan.elements.host == count
+    assert plan.disk_bytes >= plan.disk_step_bytes > 0 < plan.host_disk_bytes <= 256 << 20
+    run(optimizer, list(model.parameters()), range(2))
+    assert optimizer.stats().state_bytes.disk == 12 * plan.elements.disk and "KiB on disk" in repr(optimizer)
+    assert optimizer.stats().disk_read_bytes == 2 * plan.disk_step_bytes
+    assert optimizer.memory_timeline()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"disk_fraction": 0.5}, "disk_paths is None with disk_fraction=0.5, expected a directory"),
+        ({"disk_paths": "."}, r"disk_fraction is 0 with disk_paths=\('.',\), expected a share above 0.0"),
+        ({"disk_ring_bytes": 9}, "disk_ring_bytes is 9 with disk_fraction=0, expected 0"),
+        ({"disk_fraction": 0.5, "disk_paths": ["a:b"]}, r"Invalid disk_paths: \['a:b'\], expected a directory, or several"),
+        (
+            {"disk_fraction": 0.5, "disk_paths": ".", "offload_fraction": 0.25},
+            "disk_fraction=0.5 with offload_fraction=0.25, expected at most that",
+        ),
+        (
+            {"disk_fraction": 0.5, "disk_paths": ".", "offload_fraction": "auto"},
+            "offload_fraction='auto' with disk_fraction=0.5: .*; give offload_fraction a number",
+        ),
+        (
+            {"disk_fraction": 0.5, "disk_paths": ".", "host_executors": "streamed"},
+            "host_executors='streamed' with disk_fraction=0.5: CPU threads update state on disk",
+        ),
+        (
+            {"disk_fraction": 0.5, "disk_paths": ".", "early_update_bytes": 9},
+            "early_update_bytes=9 with disk_fraction=0.5: .*; leave early_update_bytes out",
+        ),
+        (
+            {"disk_fraction": 0.5, "disk_paths": ".", "save_buffer_bytes": 9},
+            "save_buffer_bytes=9 with disk_fraction=0.5: a step waits .*; leave save_buffer_bytes out",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, text):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        hybridopt.AdamW(module().named_parameters(), **options)
+
+
+def test_the_fraction_does_not_change_with_state_on_disk(tmp_path):
+    optimizer, model = made(tmp_path, 0.5, steps=range(1))
+    before = everything(optimizer, model)
+    with pytest.raises(ValueError, match="^disk_fraction=0.5 with offload_fraction=0.25, expected at most that"):
+        optimizer.set_offload_fraction(0.25)
+    with pytest.raises(abi.UnsupportedError, match="^offload_fraction 0.75, but disk_fraction is 0.5, .*; save, make"):
+        optimizer.set_offload_fraction(0.75)
+    assert everything(optimizer, model) == before
+
+
+def test_a_directory_that_there_is_not_and_a_small_ring_are_told(tmp_path):
+    for options, text in (
+        ({"disk_paths": tmp_path / "nothing"}, "^disk_paths names '.*nothing', where .* could not make a file"),
+        ({"disk_paths": tmp_path, "disk_ring_bytes": 1}, r"^disk_ring_bytes is 1, expected at least .* raise it$"),
+    ):
+        optimizer = hybridopt.AdamW(module().named_parameters(), disk_fraction=1.0, **options)
+        with pytest.raises(abi.HybridoptError, match=text):
+            optimizer.materialize()

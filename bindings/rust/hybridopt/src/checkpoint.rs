@@ -102,7 +102,7 @@ fn flag(set: bool, flag: u32) -> u32 {
     }
 }
 
-fn c_path(path: &Path) -> Result<CString> {
+pub(crate) fn c_path(path: &Path) -> Result<CString> {
     CString::new(path.as_os_str().as_bytes()).map_err(|_| {
         Error::invalid_argument(format!("path {path:?} has a NUL in it, which no file name may"))
     })

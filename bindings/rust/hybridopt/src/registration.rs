@@ -1,17 +1,20 @@
 //! Before commit: options, groups, params.
 
-use std::ffi::c_void;
+use std::ffi::{c_void, CString, OsString};
 use std::fmt;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use std::ptr;
 use std::time::Duration;
 
 use hybridopt_sys as sys;
 
 use crate::algorithm::Algorithm;
+use crate::checkpoint::c_path;
 use crate::comm::Comm;
 use crate::context::{nanoseconds, Context};
 use crate::element::Dtype;
-use crate::error::{check, Result};
+use crate::error::{check, Error, Result};
 use crate::group::Group;
 use crate::handle::Handle;
 use crate::optimizer::Optimizer;
@@ -82,6 +85,7 @@ pub enum Rounding {
 pub struct OptimizerBuilder<'a> {
     context: &'a Context,
     options: sys::offload_optimizer_options_t,
+    disk_paths: Vec<PathBuf>,
     comm: Option<Comm<'a>>,
 }
 
@@ -96,7 +100,7 @@ impl<'a> OptimizerBuilder<'a> {
     pub(crate) fn new(context: &'a Context, algorithm: Algorithm) -> Self {
         let options =
             sys::offload_optimizer_options_t { algorithm: algorithm.raw(), ..Default::default() };
-        OptimizerBuilder { context, options, comm: None }
+        OptimizerBuilder { context, options, disk_paths: Vec::new(), comm: None }
     }
 
     /// Share of the elements whose state lives on the device, in [0, 1]; 0 by default. No effect
@@ -158,6 +162,24 @@ impl<'a> OptimizerBuilder<'a> {
         self
     }
 
+    /// Share of the elements whose state lives on disk, in [0, 1], in files without a name in these
+    /// directories, one on each drive; none by default. The last params that are registered.
+    pub fn disk<P: Into<PathBuf>>(
+        mut self,
+        fraction: f64,
+        paths: impl IntoIterator<Item = P>,
+    ) -> Self {
+        self.options.disk_fraction = fraction;
+        self.disk_paths = paths.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// Host memory through which state on disk goes; at most 256 MiB by default.
+    pub fn disk_ring_bytes(mut self, bytes: u64) -> Self {
+        self.options.disk_ring_bytes = bytes;
+        self
+    }
+
     /// What may be offloaded later; nothing by default.
     pub fn movable(mut self, movable: Movable) -> Self {
         self.options.movable = movable.raw();
@@ -202,6 +224,8 @@ impl<'a> OptimizerBuilder<'a> {
     pub fn create(mut self) -> Result<Registration<'a>> {
         let comm = self.comm.as_ref().map(Comm::raw);
         self.options.comm = comm.as_ref().map_or(ptr::null(), |comm| comm);
+        let disk_paths = c_paths(&self.disk_paths)?;
+        self.options.disk_paths = disk_paths.as_ref().map_or(ptr::null(), |paths| paths.as_ptr());
         let mut handle = ptr::null_mut();
         check(self.context.with(|context| {
             // SAFETY: `options` is a whole struct, what it points to lives during the call, and
@@ -215,6 +239,21 @@ impl<'a> OptimizerBuilder<'a> {
             comm: self.comm,
         })
     }
+}
+
+/// The directories with `:` between them, as the library takes them; `None` if there are none.
+fn c_paths(paths: &[PathBuf]) -> Result<Option<CString>> {
+    if let Some(path) = paths.iter().find(|path| path.as_os_str().as_bytes().contains(&b':')) {
+        return Err(Error::invalid_argument(format!(
+            "directory {path:?} for state on disk has a ':' in its name, expected none; name it by a link without one"
+        )));
+    }
+    let names: Vec<_> = paths.iter().map(|path| path.as_os_str().to_os_string()).collect();
+    let joined = names.join(&OsString::from(":"));
+    if joined.is_empty() {
+        return Ok(None);
+    }
+    c_path(Path::new(&joined)).map(Some)
 }
 
 impl fmt::Debug for OptimizerBuilder<'_> {

@@ -54,7 +54,8 @@ impl StateKind {
     }
 }
 
-/// One kind of state of one param: the first elements are on the device, the rest in host memory.
+/// One kind of state of one param: the first elements are on the device, the next ones in host memory.
+/// The rest is on disk and not in the view; [`Optimizer::read_state`] reads it.
 pub struct State<'s, 'a> {
     optimizer: &'s mut Optimizer<'a>,
     view: sys::offload_state_view_t,
@@ -128,14 +129,19 @@ impl Optimizer<'_> {
 }
 
 impl State<'_, '_> {
-    /// Elements.
+    /// Elements in memory.
     pub fn len(&self) -> usize {
         (self.view.device_count + self.view.host_count) as usize
     }
 
-    /// Whether there is no element.
+    /// Whether there is no element in memory.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Elements on disk: those behind the ones in memory.
+    pub fn disk_len(&self) -> usize {
+        self.view.disk_count as usize
     }
 
     /// How many of the elements are on the device.

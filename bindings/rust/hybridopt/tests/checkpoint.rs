@@ -96,6 +96,40 @@ fn one_optimizer_saves_and_another_goes_on() -> Result<()> {
 }
 
 #[test]
+fn state_on_disk_has_the_same_bits() -> Result<()> {
+    let scratch = Scratch::new("on_disk");
+    let drives = ["a", "b"].map(|name| scratch.join(name));
+    for drive in &drives {
+        fs::create_dir(drive).unwrap();
+    }
+    let context = sim();
+    let builder = Optimizer::builder(&context, Algorithm::AdamW)
+        .device_fraction(0.25)
+        .chunk_elements(1024)
+        .disk(0.5, drives.clone());
+    let (mut optimizer, weight, bias) = on_device(&context, builder)?;
+    step(&mut optimizer, weight, bias, 1)?;
+    step(&mut optimizer, weight, bias, 2)?;
+    let norm = step(&mut optimizer, weight, bias, 3)?;
+    let (plan, stats) = (optimizer.plan()?, optimizer.stats()?);
+    assert!(plan.elements.disk > 0 && stats.state_bytes.disk > 0);
+    assert_eq!(stats.disk_read_bytes, 3 * plan.disk_step_bytes);
+    assert!(drives.iter().all(|drive| fs::read_dir(drive).unwrap().next().is_none()));
+    let view = optimizer.state(weight, StateKind::ExpAvg)?;
+    let (in_memory, on_disk) = (view.len(), view.disk_len());
+    assert!(on_disk > 0 && in_memory + on_disk == WEIGHTS);
+    let mut rest = vec![0f32; on_disk];
+    optimizer.read_state(weight, StateKind::ExpAvg, in_memory, &mut rest)?;
+    assert!(rest.iter().any(|value| *value != 0.0));
+    optimizer.save(&scratch.join("step-3"), SaveOptions::default())?;
+    let builder = Optimizer::builder(&context, Algorithm::AdamW);
+    let (mut in_memory, weight, bias) = on_device(&context, builder)?;
+    in_memory.load(&scratch.join("step-3"), LoadOptions::default())?;
+    assert_eq!(summary(&mut in_memory, weight, bias, norm)?, expected());
+    Ok(())
+}
+
+#[test]
 fn a_step_may_follow_a_save() -> Result<()> {
     let scratch = Scratch::new("follow");
     let path = scratch.join("step-2");

@@ -55,6 +55,26 @@ fn settings_of_an_optimizer() {
         Code::InvalidArgument,
         &["staging_slots is 1"],
     );
+    assert_error(
+        builder().disk(0.5, [""; 0]).create(),
+        Code::InvalidArgument,
+        &["disk_fraction is 0.5", "names no directory"],
+    );
+    assert_error(
+        builder().disk(0.0, ["/tmp"]).create(),
+        Code::InvalidArgument,
+        &["disk_paths is '/tmp'", "disk_fraction is 0"],
+    );
+    assert_error(
+        builder().disk(0.5, ["/tmp/a:b"]).create(),
+        Code::InvalidArgument,
+        &["/tmp/a:b", "has a ':' in its name"],
+    );
+    assert_error(
+        builder().disk_ring_bytes(9).create(),
+        Code::InvalidArgument,
+        &["disk_ring_bytes is 9"],
+    );
     let comm = Comm::new(2, 2, |_, _| Ok(()), |_, _| Ok(()), |_| Ok(()));
     assert_error(
         builder().comm(comm, Duration::from_secs(1)).create(),

@@ -23,7 +23,7 @@ _PHRASES: dict[str, str | Callable[[re.Match[str]], str]] = {
     ),
     r"\b(?:options\.)?device_fraction": "offload_fraction",
     r"chunk_elements, staging_slots, movable or": "movable or",
-    r",(?: or)? make chunk_elements or staging_slots smaller": "",
+    r",(?: or)? make chunk_elements(?: or staging_slots)? smaller": "",
     r"set allow_pageable of the context": "set pin=False",
     r"tell the new one with offload_optimizer_bind, then reload": "call reload() first",
     r"\bbind and reload_params first": "call reload(params=True) first",

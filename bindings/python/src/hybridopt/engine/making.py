@@ -16,7 +16,7 @@ from ..params.members import Member
 from ..params.registered import Slot, Wanted
 from ..params.tensors import DTYPES, is_spread, local
 from ..ranks.local_ranks import mask_of
-from ..settings import placement
+from ..settings import disk, placement
 from ..settings.contexts import context_for
 from ..settings.options import (
     ALL_BYTES,
@@ -76,6 +76,11 @@ def _only_device_updates(wanted: Wanted, device: torch.device) -> bool:
 def host_executors_of(options: OffloadOptions, wanted: Wanted, device: torch.device) -> str:
     """Who updates the host share. CPU threads would give matrices of Muon other bits than a GPU."""
     chosen = options["host_executors"]
+    if options["disk_fraction"] > 0 and _only_device_updates(wanted, device):
+        raise ValueError(
+            f"disk_fraction={options['disk_fraction']} with Muon on a GPU: only the GPU updates its matrices, and only CPU "
+            "threads update state on disk; leave disk_fraction out"
+        )
     if device.type == "cpu" and chosen == "streamed":
         raise ValueError(
             "host_executors='streamed' with parameters on the CPU: state streams through a GPU; set "
@@ -136,6 +141,9 @@ def make_engine(
             host_executors=HOST_EXECUTORS[host_executors],
             early_update_bytes=early_update_bytes(options, device, host_executors),
             track_changes=int(options["track_changes"]),
+            disk_fraction=options["disk_fraction"],
+            disk_paths=disk.joined(options["disk_paths"]),
+            disk_ring_bytes=options["disk_ring_bytes"],
             save_buffer_bytes=ALL_BYTES if buffer_bytes == AUTO_BUFFER else buffer_bytes,
             **({} if comm is None else comm.options()),
         )

@@ -14,7 +14,7 @@ from ..params.registered import MASTER, MASTER_LOW, Slot
 from ..params.tensors import LOW_DTYPES, local_part
 
 
-def adopt(engine: Engine, state: dict[Tensor, Any]) -> None:
+def adopt(engine: Engine, state: dict[Tensor, Any], before_step: bool) -> None:
     """Brings the library's state up to date with `state`, where entries may have been loaded, assigned,
     deleted or written."""
     shown = engine.shown
@@ -30,6 +30,8 @@ def adopt(engine: Engine, state: dict[Tensor, Any]) -> None:
     else:
         with without_collection():
             adopt_entries(engine, state)
+        shown.note_untouched(state)
+    if before_step and shown.let_go_of_disk(state):
         shown.note_untouched(state)
     shown.note_counts()
 

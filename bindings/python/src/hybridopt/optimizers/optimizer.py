@@ -29,7 +29,7 @@ from ..params.members import Member, has_gradient, members_of, named
 from ..params.registered import Slot, Wanted, wide_gradients
 from ..params.tensors import set_gradient
 from ..ranks import local_ranks
-from ..settings import placement
+from ..settings import disk, placement
 from ..settings.groups import check_group, check_values, refuse_fsdp1_in
 from ..settings.options import DEFAULT_OPTIONS, ROWS, WAYS_OUT, OffloadOptions, checked
 from ..settings.placement import Leftover, Placement
@@ -267,7 +267,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         self._finish_gradients()
         engine = self._engines.ready(self, always)
         if engine is not None and not engine.shown.is_as_left(self._state):
-            adopting.adopt(engine, self._state)
+            adopting.adopt(engine, self._state, before_step=not always)
         return engine
 
     def _finish_gradients(self) -> None:
@@ -490,6 +490,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         self._engines.check_open(self)
         refuse_capture()
         placement.check_fraction(offload_fraction)
+        disk.check_offload_fraction(offload_fraction, self._options["disk_fraction"])
         self._engines.end_aside(self)
         if self._engine is not None:
             self._move_state(1.0 - offload_fraction)

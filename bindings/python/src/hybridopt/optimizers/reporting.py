@@ -60,6 +60,8 @@ class Reporting(torch.optim.Optimizer):
             f"{readable(stats.state_bytes.host)} of state on the host, "
             f"{readable(stats.state_bytes.device)} on the device"
         )
+        if stats.state_bytes.disk > 0:
+            particulars["bytes"] += f", {readable(stats.state_bytes.disk)} on disk"
         return particulars
 
     @in_no_mode

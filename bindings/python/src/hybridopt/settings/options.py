@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Callable, Collection, Iterable
 from typing import Annotated, Any, NamedTuple, TypedDict, TypeVar, cast, get_type_hints
@@ -12,7 +13,7 @@ from torch import nn
 from .. import abi
 from ..base.checks import check_word, is_finite, is_whole, listed, shown
 from ..ranks.local_ranks import check_local_rank, nodes_of
-from . import placement
+from . import disk, placement
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -219,6 +220,36 @@ class OffloadOptions(TypedDict, total=False):
             ),
         ),
     ]
+    disk_fraction: Annotated[
+        float,
+        Option(
+            "float",
+            0.0,
+            """share of the state's elements that lives on disk, a part of offload_fraction: the last params. For state
+            that does not fit into host memory. CPU threads update it. The same bits. `state` shows copies of it, which
+            the next step lets go.""",
+            disk.fraction_of,
+        ),
+    ]
+    disk_paths: Annotated[
+        str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None,
+        Option(
+            "path or paths",
+            None,
+            """directories for that, one on each drive, over which state is spread. The files have no name and end with
+            the process; they are no checkpoint.""",
+            disk.paths_of,
+        ),
+    ]
+    disk_ring_bytes: Annotated[
+        int,
+        Option(
+            "int",
+            0,
+            """host memory through which state on disk goes; 0 is at most 256 MiB.""",
+            expect(lambda v: is_whole(v, 0, 1 << 64), "a number of bytes, or 0 for at most 256 MiB"),
+        ),
+    ]
     threads: Annotated[
         int,
         Option(
@@ -408,6 +439,7 @@ def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
     given = {**DEFAULT_OPTIONS, **options}
     values = cast(OffloadOptions, {name: row.check(name, given[name]) for name, row in ROWS.items()})
     placement.check(values["offload_fraction"], values["device_budget_bytes"], values["device_headroom"])
+    disk.check(values)
     check_local_rank(values["local_rank"], values["local_world"])
     if values["replica_group"] is not None and values["process_group"] is None:
         raise ValueError(

@@ -30,8 +30,7 @@ class Exhibit:
         self.entry: Entry | None = None  # the entry in `state` that has the views
         self.views: dict[str, Tensor] = {}
         self.places: dict[str, int] = {}  # addresses of the views: other code may set another storage
-        # State that lies partly on the device and partly on the host is shown as a copy. The versions of
-        # these copies.
+        # State that lies in several places, or on disk, is shown as a copy. The versions of these copies.
         self.copies: dict[str, int] = {}
 
 
@@ -52,6 +51,7 @@ class Shown:
         self._state_memory = state_memory
         self._of: dict[Slot, Exhibit] = {}  # of the slots whose state has been published
         self._with_copies: set[Slot] = set()
+        self._on_disk: set[Slot] = set()  # those of them with state on disk
         self._unpublished = set(filter(self._has_state, self._slots))
         self._due: dict[Slot, None] = {}  # those of them with state to publish, in the order of steps
         self._counted_last: list[Slot] | None = None
@@ -85,6 +85,8 @@ class Shown:
                 if not is_live:
                     exhibit.copies[key] = view._version
                     self._with_copies.add(slot)
+                    if self._state_memory.is_on_disk(slot):
+                        self._on_disk.add(slot)
                 exhibit.views[key] = like_param(view, slot.param)
         if self.shows_all_masters and slot.dtype == torch.float32:
             exhibit.views[MASTER] = slot.param.detach()
@@ -204,6 +206,15 @@ class Shown:
                     self._state_memory.write(slot, slot.kinds[key], view)
                     exhibit.copies[key] = view._version
 
+    def let_go_of_disk(self, state: dict[Tensor, Any]) -> bool:
+        """Removes the copies of state on disk from `state`, where the next look makes new ones: they would fill the host
+        memory that the disk saves. Returns whether there were any."""
+        slots = sorted(self._on_disk, key=lambda slot: slot.id)
+        for slot in slots:
+            self._take_from_sight(slot, state)
+        self.note_due(slots)
+        return bool(slots)
+
     # --------------------------------------------------------------------------------- counts --
 
     def set_counts(self, counts: Tensor) -> None:
@@ -259,12 +270,18 @@ class Shown:
                 continue
             if exhibit.entry is not None:
                 self._hidden.append(slot)
-            entry = exhibit.entry
-            self.withdraw(slot)  # first, since an entry that is missing counts as one that the program has deleted
-            if entry is not None and dict.get(state, slot.param) is entry:
-                dict.pop(state, slot.param)
-            exhibit.views, exhibit.copies = {}, {}
-            self._with_copies.discard(slot)
+            self._take_from_sight(slot, state)
+
+    def _take_from_sight(self, slot: Slot, state: dict[Tensor, Any]) -> None:
+        """Removes a param's entry from `state`, and forgets its views."""
+        exhibit = self.of(slot)
+        entry = exhibit.entry
+        self.withdraw(slot)  # first, since an entry that is missing counts as one that the program has deleted
+        if entry is not None and dict.get(state, slot.param) is entry:
+            dict.pop(state, slot.param)
+        exhibit.views, exhibit.copies = {}, {}
+        self._with_copies.discard(slot)
+        self._on_disk.discard(slot)
 
     def _is_on_device(self, slot: Slot) -> bool:
         """Whether some of a param's state is on the device."""
