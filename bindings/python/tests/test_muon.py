@@ -13,7 +13,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -634,7 +636,7 @@ def test_sharded_matrices_are_refused_and_replicated_ones_are_not(mesh):
         hybridopt.Muon([("x", param)])
     hybridopt.Muon([("x", Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [Replicate()], run_check=False)))])
     stack = Parameter(DTensor.from_local(torch.ones(2, 2, 3), mesh, [Shard(1)], run_check=False))
-    with pytest.raises(ValueError, match="needs whole matrices; cut the stack between its matrices, "):
+    with pytest.raises(ValueError, match="needs whole matrices; use hybridopt.ShardedMuon, which"):
         hybridopt.Muon([{"params": [("x", stack)], "stacked": True}])
 
 
@@ -792,17 +794,25 @@ def test_fsdp2_has_the_bits_of_one_process_at_any_world(dtype, tmp_path):
         assert len(set(given.values())) == (0 if world == 1 else world)
 
 
+def inside(placement):
+    """The placement that cuts the matrices of a stack as this one cuts a matrix."""
+    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
+
+
 def same_gradients(rank, world, placements, mesh_shape):
     """Gradients that do not depend on the world: the hash of the results must not either."""
     mesh = init_device_mesh("cpu", mesh_shape)
     plain = block()
+    plain.experts = Parameter(torch.randn(2, 6, 5))
+    of_dimensions = {1: [Replicate()] * len(mesh_shape), 2: placements, 3: [inside(each) for each in placements]}
     sharded = {
-        name: Parameter(distribute_tensor(param.detach(), mesh, placements if param.ndim == 2 else [Replicate()] * len(mesh_shape)))
-        for name, param in plain.named_parameters()
+        name: Parameter(distribute_tensor(param.detach(), mesh, of_dimensions[param.ndim])) for name, param in plain.named_parameters()
     }
     matrices = [(name, param) for name, param in sharded.items() if param.ndim == 2]
+    stack = {"params": [("experts", sharded["experts"])], "stacked": True, "split_rows": (2, 1)}
     others = {"params": [(name, param) for name, param in sharded.items() if param.ndim == 1], "algorithm": "adamw"}
-    optimizer = hybridopt.ShardedMuon([{"params": matrices}, others], **OPTIONS)
+    optimizer = hybridopt.ShardedMuon([{"params": matrices}, stack, others], **OPTIONS)
+    assert ("experts" in {cut.name for cut in optimizer.homes}) == (world > 1)
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         for param in sharded.values():
@@ -862,15 +872,31 @@ def refusals(rank, world):
     with pytest.raises(ValueError, match="'?x'?: placement .* is unsupported, expected Shard or Replicate"):
         hybridopt.ShardedMuon([("x", unknown)])
     cut = Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match="ShardedMuon does not support overlap=.*; leave it out"):
-        hybridopt.ShardedMuon([("x", cut)], overlap=nn.Linear(1, 1))
+    for option in ({"overlap": nn.Linear(1, 1)}, {"track_changes": True}):
+        with pytest.raises(ValueError, match="ShardedMuon does not support (overlap|track_changes)=.*; leave it out"):
+            hybridopt.ShardedMuon([("x", cut)], **option)
     optimizer = hybridopt.ShardedMuon([("x", cut)], threads=1)
     assert str(optimizer.homes).startswith("x  4 x 4  rank 0 of 2  100.0% of the work")
-    for call in (optimizer.state_dict, lambda: optimizer.load_state_dict({})):
-        with pytest.raises(abi.UnsupportedError, match="is on one rank; use (save|load)_checkpoint"):
+    for call, text in (
+        (lambda: optimizer.overlap(nn.Linear(1, 1)), r"no overlap\(\), because params come back .* leave it out"),
+        (optimizer.hook_gradients, r"no hook_gradients\(\), because gradients go to the homes .* leave it out"),
+        (optimizer.offload, r"no offload\(\), .* use set_offload_fraction\(1.0\)"),
+        (lambda: copy.deepcopy(optimizer), r"cannot be copied or pickled, .* load state_dict\(\) into it"),
+        (lambda: setattr(optimizer, "state", {cut: {}}), r"cannot be assigned, .* use load_state_dict\(\)"),
+        (lambda: optimizer.add_param_group({"params": [Parameter(torch.ones(2, 2))]}), "takes its groups when it is made"),
+    ):
+        with pytest.raises(abi.UnsupportedError, match=text):
             call()
-    with pytest.raises(abi.UnsupportedError, match="takes its groups when it is made"):
-        optimizer.add_param_group({"params": [Parameter(torch.ones(2, 2))]})
+    with pytest.raises(AttributeError, match="ShardedMuon.offload_fraction = 0.5 would have no effect"):
+        optimizer.offload_fraction = 0.5
+    loaded = optimizer.state_dict()
+    loaded["state"] = {0: {"momentum_buffer": torch.ones(4, 4)}} if rank == 1 else {}
+    own, other = ("momentum_buffer in torch.float32", "nothing") if rank == 1 else ("nothing", "momentum_buffer in torch.float32")
+    text = f"of parameter 'x' in the loaded state_dict has {own}, but that of rank {1 - rank} of the group has {other}; load a"
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(loaded)
+    with pytest.raises(ValueError, match="a different number of parameter groups"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
     if rank == 0:
         cut.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
     with pytest.raises(ValueError, match=r"'x' has no gradient on the ranks \[1\], but the others of \[0, 1\] have one"):
@@ -879,6 +905,147 @@ def refusals(rank, world):
 
 def test_what_cannot_be_put_together_is_refused():
     ranks.run(refusals, 2)
+
+
+def gradients_of(module, seed):
+    """Gradients that are the same in every world."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in module.parameters():
+        whole = torch.randn(param.shape, generator=generator).to(param.dtype)
+        is_cut = isinstance(param, DTensor)
+        param.grad = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None) if is_cut else whole
+
+
+def train(module, optimizer, seeds):
+    for seed in seeds:
+        gradients_of(module, seed)
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+SPLIT = {**OPTIONS, "master_layout": "split"}
+
+
+def saves(rank, world, folder):
+    module = fully_shard(block().bfloat16())
+    optimizer = hybridopt.ShardedMuon(groups_of(module), **SPLIT)
+    assert not optimizer.state and not optimizer.state_dict()["state"]
+    train(module, optimizer, range(3))
+    at_home = {entry["home"] for entry in optimizer.state.values() if "home" in entry}
+    assert at_home == {cut.home for cut in optimizer.homes}
+    weights, state = get_state_dict(module, optimizer)
+    assert all(isinstance(entry["master_low"], DTensor) for entry in state["state"].values())
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "sharded")
+    options = StateDictOptions(full_state_dict=True)
+    whole = get_state_dict(module, optimizer, options=options)
+    if rank == 0:
+        torch.save(whole, folder / "whole")
+    train(module, optimizer, [3, 4])
+    return digest(module), whole[1]["state"]["up.weight"]["momentum_buffer"].sum()
+
+
+def loads(rank, world, folder, layout):
+    """A model with other weights and another learning rate, which are to be replaced."""
+    torch.manual_seed(9)
+    results = []
+    for is_whole in (True, False):
+        module = fully_shard(Block().bfloat16())
+        optimizer = hybridopt.ShardedMuon(groups_of(module), **{**SPLIT, "lr": 0.7, "master_layout": layout})
+        if is_whole:
+            weights, state = torch.load(folder / "whole")
+        else:
+            weights, state = get_state_dict(module, optimizer)
+            if layout != "split":  # torch's checkpoints load what is asked for
+                continue
+            content = {"model": weights, "optimizer": state}
+            dcp.load(content, checkpoint_id=folder / "sharded")
+            weights, state = content["model"], content["optimizer"]
+        options = StateDictOptions(full_state_dict=is_whole)
+        set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05, 0.001]
+        train(module, optimizer, [3, 4])
+        results.append(digest(module))
+    return results
+
+
+def test_state_dicts_go_through_torchs_checkpoints_from_any_world_to_any_other(tmp_path):
+    expected = set()
+    for world in (2, 4):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        expected.update(each for each, _ in ranks.run(saves, world, folder))
+    assert len(expected) == 1
+    for world, later, layout in ((4, 1, "split"), (4, 2, "split"), (2, 4, "split"), (4, 2, "fp32")):
+        results = ranks.run(loads, later, tmp_path / str(world), layout)
+        assert {each for of_rank in results for each in of_rank} == expected
+    # Without shards: a plain state_dict has numbers instead of names.
+    weights, state = torch.load(tmp_path / "4" / "whole")
+    module = block().bfloat16()
+    module.load_state_dict(weights)
+    optimizer = hybridopt.Muon(groups_of(module), **SPLIT)
+    numbers = {name: number for number, name in enumerate(name for group in state["param_groups"] for name in group["params"])}
+    state["state"] = {numbers[name]: entry for name, entry in state["state"].items()}
+    for group in state["param_groups"]:
+        group["params"] = [numbers[name] for name in group["params"]]
+    optimizer.load_state_dict(state)
+    train(module, optimizer, [3, 4])
+    assert {digest(module)} == expected
+
+
+def clips_and_skips(rank, world):
+    plain = block()
+    module = fully_shard(copy.deepcopy(plain))
+    optimizer = hybridopt.ShardedMuon(groups_of(module), max_grad_norm=0.5, **OPTIONS)
+    follower = hybridopt.Muon(groups_of(plain), max_grad_norm=0.5, **OPTIONS)
+    assert optimizer.max_grad_norm == 0.5
+    for norm in (0.5, None, 0.25):
+        optimizer.max_grad_norm = follower.max_grad_norm = norm
+        for each, steps in ((module, optimizer), (plain, follower)):
+            train(each, steps, [1])
+        found, expected = optimizer.last_step(), follower.last_step()
+        # Ranks add the squares up in another order.
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-12)
+        assert found.grad_clip == pytest.approx(expected.grad_clip, rel=1e-12) and (found.grad_clip < 1) == (norm is not None)
+    for own, param in zip(plain.parameters(), module.parameters()):
+        torch.testing.assert_close(full(param), own, rtol=0, atol=1e-6)
+    before = digest(module)
+    gradients_of(module, 2)
+    if rank == 1:
+        module.up.weight.grad._local_tensor[0, 0] = math.inf
+    optimizer.step()
+    assert optimizer.last_step().skipped and digest(module) == before
+    train(module, optimizer, [2])
+    assert not optimizer.last_step().skipped and digest(module) != before
+    assert optimizer.stats().steps_skipped == 1 and len(optimizer.step_results()) == 5
+    return digest(module), optimizer.last_step().grad_norm.hex()
+
+
+def test_all_ranks_clip_and_skip_alike():
+    assert len(set(ranks.run(clips_and_skips, 2))) == 1
+
+
+def scaled(rank, world):
+    plain = block()
+    module = fully_shard(copy.deepcopy(plain))
+    optimizer, follower = hybridopt.ShardedMuon(groups_of(module), **OPTIONS), hybridopt.Muon(groups_of(plain), **OPTIONS)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=2) for _ in range(2)]
+    for seed in range(5):
+        for each, steps, scaler in ((module, optimizer, scalers[0]), (plain, follower, scalers[1])):
+            scaler.scale(torch.zeros(1))
+            gradients_of(each, seed)
+            if seed == 3 and each is plain:
+                plain.up.weight.grad[-1, 0] = math.inf
+            if seed == 3 and each is module and rank == 1:
+                module.up.weight.grad._local_tensor[-1, 0] = math.inf
+            scaler.step(steps)
+            scaler.update()
+        assert digest(module) == digest(plain)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    return scalers[0].get_scale()
+
+
+def test_a_grad_scaler_skips_on_all_ranks():
+    assert set(ranks.run(scaled, 2)) == {128.0}
 
 
 def moved_weights(rank, world):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,17 +16,21 @@ from torch.nn import Parameter
 from torch.distributed.tensor import DTensor
 
 from .. import abi
+from ..base.checks import refuse_assignment
 from ..params.hyperparameters import named_algorithm
 from ..params.matrices import cut_by
+from ..params.registered import MASTER, MASTER_LOW
 from ..params.sharding import SHARD_ATTRIBUTE, TensorShard
 from ..params.tensors import local_gradient
-from ..ranks import homes
+from ..ranks import home_state, homes
 from ..ranks.homes import CutMatrix
-from ..steps.plans import Plan, StepResult
+from ..settings.options import WAYS_OUT
+from ..state import loading
+from ..steps.history import MemorySample
+from ..steps.plans import Plan, Stats, StepResult
+from . import grad_scaler
 from .muon import Muon
 
-# Options that need the params themselves, of which this optimizer has parts alone.
-REFUSED = ("overlap",)
 _NOT_PARAMS = ("params", "param_names")
 
 
@@ -75,6 +83,10 @@ class _Cut:
         homes.scatter(self.cut, self.whole.detach(), self.part)
 
 
+# Options that need the params themselves, of which this optimizer has parts alone.
+REFUSED = ("overlap", "track_changes")
+
+
 class ShardedMuon(torch.optim.Optimizer):
     """hybridopt.Muon for params of which some are matrices that are cut between ranks (DTensors of FSDP2 and of tensor
     parallel layers). Each of these has one home rank, which keeps its state and updates it as a whole: gradients go
@@ -84,11 +96,13 @@ class ShardedMuon(torch.optim.Optimizer):
     Args:
         params (iterable): as of hybridopt.Muon; muon_groups(model) makes them, before or after the model is sharded.
         process_group (ProcessGroup, default None): the ranks that hold the model; None: all ranks.
-        arguments: those of hybridopt.Muon, but overlap.
+        arguments: those of hybridopt.Muon, but overlap and track_changes.
 
-    homes is the list of these matrices; print() of it shows where each is updated. Save and load with
-    save_checkpoint() and load_checkpoint(), at any number of ranks and without shards too.
+    homes is the list of these matrices; print() of it shows where each is updated. save_checkpoint() stores matrices
+    whole, and state_dict() shows their state in shards, as torch.distributed.checkpoint needs it.
     """
+
+    _step_supports_amp_scaling = True  # as of hybridopt.Muon
 
     def __init__(
         self,
@@ -98,7 +112,7 @@ class ShardedMuon(torch.optim.Optimizer):
         **keywords: Any,
     ) -> None:
         for name in REFUSED:
-            if keywords.get(name) is not None:
+            if keywords.get(name) not in (None, False):
                 raise ValueError(f"ShardedMuon does not support {name}={keywords[name]!r}; leave it out")
         groups = _groups_of(params)
         found = [_cut_in(group, index) for index, group in enumerate(groups)]
@@ -108,6 +122,7 @@ class ShardedMuon(torch.optim.Optimizer):
         by_name = {cut.name: cut for cut in cuts}
         self._cuts = [_Cut(by_name[cut.name], param) for of_group in found for cut, param in of_group]
         self._group = process_group
+        self._shown: dict[int, weakref.ref[Any]] = {}  # the shards of the last state_dict(), by id
         stand_in: dict[Tensor, Tensor] = {each.param: each.whole for each in self._cuts}
         several = dist.is_initialized() and dist.get_world_size(process_group) > 1
         if several:
@@ -120,6 +135,21 @@ class ShardedMuon(torch.optim.Optimizer):
         ]
         super().__init__(shown, self._local.defaults)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_assignment(self, name, value, WAYS_OUT)
+        super().__setattr__(name, value)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """As of hybridopt.Muon."""
+        return self._local.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, max_grad_norm: float | None) -> None:
+        self._local.max_grad_norm = max_grad_norm
+
+    # ------------------------------------------------------------------------------------ step --
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the params that have a gradient, and is complete when it returns. All ranks call it."""
         loss = None
@@ -127,7 +157,7 @@ class ShardedMuon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._pass_hyperparameters()
-        with torch.no_grad():
+        with torch.no_grad(), self._scaled():
             missing = {each.cut.name for each in self._cuts if each.param.grad is None}
             absent = homes.without_gradient(self.homes, missing, self._group) if self._cuts else set()
             for each in self._cuts:
@@ -136,6 +166,26 @@ class ShardedMuon(torch.optim.Optimizer):
             self._local.step()
             self._scatter()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        super().zero_grad(set_to_none)
+        self._local.zero_grad(set_to_none)
+
+    @contextlib.contextmanager
+    def _scaled(self) -> Iterator[None]:
+        """In this context the optimizer of this rank has the scale of a GradScaler that steps this one, and the verdict of
+        all ranks on Inf and NaN."""
+        given = {name: getattr(self, name) for name in grad_scaler.ATTRIBUTES & vars(self).keys()}
+        if self._cuts and "found_inf" in given:
+            found = float(given["found_inf"]) != 0.0
+            given["found_inf"] = torch.tensor(float(any(homes.told(found, self._group))))
+        vars(self._local).update(given)
+        try:
+            yield
+        finally:
+            for name in given:
+                del vars(self._local)[name]
 
     def _pass_hyperparameters(self) -> None:
         for group, own in zip(self.param_groups, self._local.param_groups):
@@ -153,6 +203,90 @@ class ShardedMuon(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------- state --
 
+    @property  # type: ignore[override]
+    def state(self) -> Mapping[Tensor, dict[str, Any]]:
+        """Per param, as of hybridopt.Muon; but a matrix that ranks share shows its home alone, because only that rank has
+        its state. state_dict() has all state, and load_state_dict() takes it."""
+        home_of = {each.whole: each for each in self._cuts}
+        entries: dict[Tensor, dict[str, Any]] = {}
+        for param, entry in self._local.state.items():
+            each = home_of.get(param)
+            entries[param if each is None else each.param] = entry if each is None else {"home": each.cut.home}
+        return MappingProxyType(entries)
+
+    @state.setter
+    def state(self, content: Mapping[Any, Any]) -> None:
+        if content:
+            raise abi.UnsupportedError("the state of ShardedMuon cannot be assigned, because that of a matrix is on one rank; use load_state_dict()")
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, for torch.distributed.checkpoint too: the state of a matrix that ranks share is a DTensor with the
+        placements of the param, in host memory. All ranks call it."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        self._pass_hyperparameters()
+        state_dict = self._local.state_dict()
+        state, places = state_dict["state"], self._places()
+        whole = [state.pop(place, {}) for place in places]
+        if self._cuts:
+            shards = home_state.in_shards(self.homes, self._params(), whole, self._group)
+            state.update((place, entry) for place, entry in zip(places, shards) if entry)
+            self._shown = {id(value): weakref.ref(value) for entry in shards for value in entry.values() if isinstance(value, Tensor)}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state_dict of this class, of any number of ranks; of hybridopt.Muon; or of torch.optim.Muon. Tensors are
+        whole, the same on all ranks, or DTensors. All ranks call it."""
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        loading.groups_of(state_dict, self._local.param_groups, self._local.defaults, self._local._kind())
+        keys = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+        state, places = dict(state_dict["state"]), [keys[place] for place in self._places()]
+        shards = [self._loaded(state.pop(key, {})) for key in places]
+        if self._cuts:
+            whole = home_state.at_homes(self.homes, self._params(), shards, self._group)
+            state.update((key, entry) for key, entry in zip(places, whole) if entry)
+        self._local.load_state_dict({**state_dict, "state": state})
+        for group, own in zip(self.param_groups, self._local.param_groups):
+            group.update((key, value) for key, value in own.items() if key not in _NOT_PARAMS)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _loaded(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Without the present master if there is a loaded one: set_optimizer_state_dict() of torch.distributed.checkpoint
+        adds the loaded values to the present state_dict, in which another master layout has another key."""
+        masters = [key for key in (MASTER, MASTER_LOW) if entry.get(key) is not None]
+        present = [key for key in masters if self._is_shown(entry[key])] if len(masters) > 1 else []
+        return {key: value for key, value in entry.items() if key not in present}
+
+    def _is_shown(self, value: Any) -> bool:
+        """Whether the last state_dict() has this very tensor."""
+        shown = self._shown.get(id(value))
+        return shown is not None and shown() is value
+
+    def _params(self) -> list[DTensor]:
+        return [each.param for each in self._cuts]
+
+    def _places(self) -> list[int]:
+        """The number of each matrix among all params, as state_dicts count them."""
+        params = chain.from_iterable(group["params"] for group in self._local.param_groups)
+        place_of = {param: place for place, param in enumerate(params)}
+        return [place_of[each.whole] for each in self._cuts]
+
+    def __getstate__(self) -> Any:
+        raise abi.UnsupportedError("ShardedMuon cannot be copied or pickled, because its state is on several ranks; make a new one, and load state_dict() into it")
+
+    def materialize(self) -> None:
+        """As of hybridopt.Muon. All ranks call it."""
+        self._local.materialize()
+
     def save_checkpoint(self, path: Any, **options: Any) -> Any:
         """As of hybridopt.Muon. All ranks call it."""
         self._pass_hyperparameters()
@@ -165,25 +299,49 @@ class ShardedMuon(torch.optim.Optimizer):
         self._scatter()
         return result
 
-    def last_step(self) -> StepResult | None:
-        """As of hybridopt.Muon."""
-        return self._local.last_step()
-
-    def plan(self) -> Plan:
-        """The memory of this rank, as of hybridopt.Muon. print(optimizer.homes) shows which rank updates what."""
-        return self._local.plan()
+    def set_offload_fraction(self, offload_fraction: float) -> None:
+        """As of hybridopt.Muon, for the state that this rank has."""
+        self._local.set_offload_fraction(offload_fraction)
 
     def close(self) -> None:
         """As of hybridopt.Muon."""
         self._local.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Refused: the state of a matrix is on its home alone."""
-        raise abi.UnsupportedError("ShardedMuon has no state_dict(), because the state of a matrix is on one rank; use save_checkpoint()")
+    # ----------------------------------------------------------------------------------- reports --
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Refused, as state_dict()."""
-        raise abi.UnsupportedError("ShardedMuon has no load_state_dict(), because the state of a matrix is on one rank; use load_checkpoint()")
+    def last_step(self) -> StepResult:
+        """As of hybridopt.Muon."""
+        return self._local.last_step()
+
+    def step_results(self) -> list[StepResult]:
+        """As of hybridopt.Muon."""
+        return self._local.step_results()
+
+    def stats(self) -> Stats:
+        """Of this rank, as of hybridopt.Muon."""
+        return self._local.stats()
+
+    def memory_timeline(self) -> list[MemorySample]:
+        """Of this rank, as of hybridopt.Muon."""
+        return self._local.memory_timeline()
+
+    def plan(self) -> Plan:
+        """The memory of this rank, as of hybridopt.Muon. print(optimizer.homes) shows which rank updates what."""
+        return self._local.plan()
+
+    # ----------------------------------------------------------------------------------- refused --
+
+    def overlap(self, model: Any) -> Any:
+        """Refused: step() is complete when it returns."""
+        raise abi.UnsupportedError("ShardedMuon has no overlap(), because params come back from their homes in step(), on all ranks in one order; leave it out")
+
+    def hook_gradients(self, *_: Any, **__: Any) -> Any:
+        """Refused: gradients go to the homes."""
+        raise abi.UnsupportedError("ShardedMuon has no hook_gradients(), because gradients go to the homes of their matrices in step(); leave it out")
+
+    def offload(self, *_: Any, **__: Any) -> Any:
+        """Refused: this optimizer has parts of params alone."""
+        raise abi.UnsupportedError("ShardedMuon has no offload(), because it has parts of params alone; use set_offload_fraction(1.0), which moves all state to the host")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after the constructor, because homes are given once."""
@@ -209,7 +367,8 @@ def _cut_in(group: dict[str, Any], index: int) -> list[tuple[CutMatrix, DTensor]
     found = []
     for place, entry in enumerate(group["params"]):
         name, param = entry if isinstance(entry, tuple) else (f"param_groups.{index}.{place}", entry)
-        if isinstance(param, DTensor) and param.ndim == 2 and cut_by(param):
+        is_stack = bool(group.get("stacked")) and param.ndim == 3
+        if isinstance(param, DTensor) and (is_stack or param.ndim == 2) and cut_by(param, is_stack):
             found.append((homes.cut_matrix_of(name, param), param))
     return found
 

@@ -52,10 +52,9 @@ def check_matrix(name: str, param: Tensor, stacked: bool) -> None:
     is_stack = stacked and param.ndim == 3
     cut = cut_by(param, is_stack)
     if cut:
-        way_out = "cut the stack between its matrices" if is_stack else "use hybridopt.ShardedMuon, which puts them together"
         raise ValueError(
-            f"parameter {name!r} is cut between ranks ({cut}), but Muon needs whole matrices; {way_out}, {OTHER_GROUP}, or "
-            "leave it out of the sharding (fully_shard(ignored_params=...), say)"
+            f"parameter {name!r} is cut between ranks ({cut}), but Muon needs whole matrices; use hybridopt.ShardedMuon, which "
+            f"puts them together, {OTHER_GROUP}, or leave it out of the sharding (fully_shard(ignored_params=...), say)"
         )
     if param.ndim != 2 and not is_stack:
         stack = " (if it is a stack of matrices, as of experts, set stacked=True in its group)" if param.ndim == 3 else ""

@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,7 +106,7 @@ def gather(cut: CutMatrix, part: Tensor, whole: Tensor) -> None:
         if own in senders:
             _exchange([dist.P2POp(dist.isend, part.contiguous(), cut.home)])
         return
-    received = {rank: part if rank == own else part.new_empty(cut.extents(rank)) for rank in senders}
+    received = {rank: part if rank == own else part.new_empty(_shape_at(cut, rank, part)) for rank in senders}
     _exchange([dist.P2POp(dist.irecv, each, rank) for rank, each in received.items() if rank != own])
     for rank, each in received.items():
         for there, here in cut.regions(rank):
@@ -121,11 +122,17 @@ def scatter(cut: CutMatrix, whole: Tensor, part: Tensor) -> None:
             _exchange([dist.P2POp(dist.irecv, received, cut.home)])
             part.copy_(received)
         return
-    sent = {rank: part.new_empty(cut.extents(rank)) for rank in cut.runs if rank != own and cut.has_part(rank)}
+    others = [rank for rank in cut.runs if rank != own and cut.has_part(rank)]
+    sent = {rank: part.new_empty(_shape_at(cut, rank, part)) for rank in others}
     for rank, each in [*sent.items(), (own, part)]:
         for there, here in cut.regions(rank):
             each[here].copy_(whole[there])
     _exchange([dist.P2POp(dist.isend, each, rank) for rank, each in sent.items()])
+
+
+def _shape_at(cut: CutMatrix, rank: int, part: Tensor) -> tuple[int, ...]:
+    """The shape of a rank's part, if this rank's is `part`, which may have dimensions behind those of the matrix."""
+    return (*cut.extents(rank), *part.shape[len(cut.shape) :])
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:
@@ -134,14 +141,19 @@ def _exchange(operations: list[dist.P2POp]) -> None:
             work.wait()
 
 
+def told(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What each rank of the group tells, by rank. All of them call this."""
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, own, group=group)
+    return of_ranks
+
+
 def without_gradient(cuts: Sequence[CutMatrix], missing: set[str], group: dist.ProcessGroup | None) -> set[str]:
     """The matrices that have no gradient on any rank. `missing`: those without one here. Raises on all ranks if some have
     one and others have none. All ranks of the group call this."""
-    told: list[set[str]] = [set()] * dist.get_world_size(group)
-    dist.all_gather_object(told, missing, group=group)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     lacking: dict[str, set[int]] = {}
-    for rank, names in zip(ranks, told):
+    for rank, names in zip(ranks, told(missing, group)):
         for name in names:
             lacking.setdefault(name, set()).add(rank)
     everywhere: set[str] = set()
@@ -168,7 +180,7 @@ def check_group(cuts: Sequence[CutMatrix], group: dist.ProcessGroup | None) -> N
             )
 
 
-def empty_like(cut: CutMatrix, param: Tensor) -> Tensor:
-    """The matrix on its home, and no element elsewhere."""
+def empty_like(cut: CutMatrix, part: Tensor) -> Tensor:
+    """Room for the matrix on its home, and for no element elsewhere. `part` is as for gather()."""
     shape = cut.shape if dist.get_rank() == cut.home else (0, *cut.shape[1:])
-    return torch.empty(shape, dtype=param.dtype, device=param.device)
+    return part.new_empty((*shape, *part.shape[len(cut.shape) :]))
