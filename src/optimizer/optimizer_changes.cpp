@@ -184,9 +184,11 @@ Status Optimizer::CollectChanges(std::span<const uint32_t> ids,
     }
     if (change.count == 0) continue;
     targets[i] = {&indices[i], buffer + change.indices_offset, buffer + change.values_offset,
-                  log.DeviceBits(ids[i]) != nullptr ? log.AddPending(ids[i]) : nullptr};
+                  reader.has_device_bits(i) ? log.Pending(ids[i]) : nullptr};
   }
   HYBRIDOPT_TRY(reader.Collect(targets));
+  for (size_t i = 0; i < ids.size(); ++i)
+    if (targets[i].pending != nullptr) log.KeepPending(ids[i]);
   HYBRIDOPT_ASSIGN(out.take, log.Take(ids, hashes));
   out.param_count = static_cast<uint32_t>(changes_.size());
   out.params = changes_.data();

@@ -68,17 +68,23 @@ Status ChangeLog::BringDown(uint64_t first_word, uint64_t words) {
   return AwaitDevice();
 }
 
+// Makes fresh bits on the host pending.
 Status ChangeLog::MakePending(uint32_t id) {
-  if (std::exchange(params_[id].noted, uint8_t{0}) == 0) return {};
-  params_[id].has_pending = true;
+  if (params_[id].noted == 0) return {};
+  const bool keeps = std::exchange(params_[id].has_pending, true);
   const uint64_t first = FirstWord(id);
-  return ShareWork(context_, WordsOf(id), sizeof(uint64_t), [&](uint64_t begin, uint64_t end) {
-    for (uint64_t word = first + begin; word < first + end; ++word)
-      pending_[word] |= std::exchange(fresh_[word], 0);
-  });
+  HYBRIDOPT_TRY(
+      ShareWork(context_, WordsOf(id), sizeof(uint64_t), [&](uint64_t begin, uint64_t end) {
+        for (uint64_t word = first + begin; word < first + end; ++word)
+          pending_[word] = (keeps ? pending_[word] : 0) | std::exchange(fresh_[word], 0);
+      }));
+  params_[id].noted = 0;
+  return {};
 }
 
 Result<uint64_t> ChangeLog::Take(std::span<const uint32_t> ids, std::span<const uint64_t> hashes) {
+  // If this take fails, bits of it may be pending that an earlier one did not give.
+  for (uint32_t id : ids) params_[id].take = 0;
   for (size_t i = 0; i < ids.size();) {
     // Params that follow each other are cleared by one command.
     const uint64_t first = FirstWord(ids[i]);
@@ -110,8 +116,7 @@ Status ChangeLog::Acknowledge(uint64_t take) {
   for (uint32_t id = 0; id < params_.size(); ++id) {
     Tracked& param = params_[id];
     if (param.take != take) continue;
-    if (std::exchange(param.has_pending, false))
-      std::fill_n(pending_.begin() + static_cast<int64_t>(FirstWord(id)), WordsOf(id), 0);
+    param.has_pending = false;
     param.take = 0;
     param.pending_whole = false;
     param.has_base = true;

@@ -8,8 +8,10 @@
 //            | pending |              of takes that have not been acknowledged
 //
 // A take makes fresh bits pending: those on the device by the elements that have come down, and the
-// bits stay on the device. An acknowledgement clears pending bits. Bits that become fresh in
-// between stay. A param may also be marked whole: then nothing is known about its elements.
+// bits stay on the device. After an acknowledgement nothing is pending. It does not write the bits:
+// they are *stale*, nobody reads them, and the next take that makes bits of the param pending
+// replaces them. Bits that become fresh in between stay. A param may also be marked whole: then
+// nothing is known about its elements.
 //
 // Executors set bits on the timeline. Everything else is called by the caller's thread, or by the
 // timeline's work while no step runs.
@@ -70,21 +72,20 @@ class ChangeLog {
                                                        : shape_.change_words;
     return end - FirstWord(id);
   }
-  // The pending bits of a param, for a take that sets those of its elements.
-  uint64_t* AddPending(uint32_t id) {
-    params_[id].has_pending = true;
-    return pending_.data() + FirstWord(id);
-  }
+  // The pending bits of a param, for a take that replaces them by those of all its elements. Then
+  // it calls KeepPending.
+  uint64_t* Pending(uint32_t id) { return pending_.data() + FirstWord(id); }
+  void KeepPending(uint32_t id) { params_[id].has_pending = true; }
   // The hash of the param when its changes were last acknowledged; NULL: they never have been.
   const uint64_t* base_hash(uint32_t id) const {
     return params_[id].has_base ? &params_[id].base_hash : nullptr;
   }
 
   // Records a take of these params, which have these hashes: no bit of them is fresh any more.
-  // Before, the bits that are on the device must have been set in AddPending, or brought down;
-  // except those of whole params. Returns its number.
+  // Before, the bits that are on the device must have been set in Pending, or brought down; except
+  // those of whole params. Returns its number.
   Result<uint64_t> Take(std::span<const uint32_t> ids, std::span<const uint64_t> hashes);
-  // Clears the bits that were pending in that take. If a later take has named a param too, its bits
+  // Ends what was pending in that take. If a later take has named a param too, its bits
   // stay until that take is acknowledged. INVALID_ARGUMENT if there was no such take.
   Status Acknowledge(uint64_t take);
 
@@ -93,9 +94,9 @@ class ChangeLog {
     bool whole = true;
     bool pending_whole = false;
     bool has_base = false;
-    bool has_pending = false;  // if not, no bit is pending
+    bool has_pending = false;  // if not, no bit is pending, and those in pending_ are stale
     uint8_t noted = 0;         // 0: no bit on the host is fresh; set by the workers
-    uint64_t take = 0;         // the last one; 0: it has been acknowledged
+    uint64_t take = 0;         // the last one; 0: it has been acknowledged, or has failed
     uint64_t taken_hash = 0;
     uint64_t base_hash = 0;
   };

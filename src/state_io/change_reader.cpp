@@ -150,8 +150,13 @@ void ChangeReader::WriteTile(const TileRange& tile, std::span<const uint16_t> of
                         target.indices_at + place.position * target.indices->bytes());
   std::memcpy(target.values_at + place.position * element_bytes, values,
               offsets.size() * element_bytes);
-  if (target.pending == nullptr) return;
-  uint64_t* const words = target.pending + tile.first_tile * kChangeTileWords;
+}
+
+// Tiles without a changed element may have stale bits too.
+void ChangeReader::SetPending(const TileRange& tile, std::span<const uint16_t> offsets) const {
+  if (targets_[tile.param].pending == nullptr) return;
+  uint64_t* const words = targets_[tile.param].pending + tile.first_tile * kChangeTileWords;
+  std::fill_n(words, (PartOf(tile).count + 63) / 64, 0);
   for (uint16_t offset : offsets) words[offset / 64] |= uint64_t{1} << (offset % 64);
 }
 
@@ -173,14 +178,14 @@ Status ChangeReader::ReadDevice(bool collects) {
   for (uint32_t param = 0; param < sources_.size(); ++param) {
     const ChangeSource& source = sources_[param];
     if (!source.on_device || (collects && targets_[param].indices == nullptr)) continue;
-    for (uint64_t i = 0; i < ChangeTiles(source.count); ++i) {
-      const TileRange tile{param, i, 1};
-      if (!HasRoom(slots_.slot(turn), tile, collects)) {
-        HYBRIDOPT_TRY(Queue(slots_.slot(turn), collects));
-        turn = (turn + 1) % ChangeSlots::kSlots;
-        HYBRIDOPT_TRY(Finish(slots_.slot(turn), collects));
-      }
-      Append(slots_.slot(turn), tile);
+    for (TileRange left{param, 0, ChangeTiles(source.count)}; left.tiles > 0;) {
+      const uint64_t added = Append(slots_.slot(turn), left, collects);
+      left.first_tile += added;
+      left.tiles -= added;
+      if (left.tiles == 0) break;
+      HYBRIDOPT_TRY(Queue(slots_.slot(turn), collects));
+      turn = (turn + 1) % ChangeSlots::kSlots;
+      HYBRIDOPT_TRY(Finish(slots_.slot(turn), collects));
     }
   }
   HYBRIDOPT_TRY(Queue(slots_.slot(turn), collects));
@@ -188,27 +193,30 @@ Status ChangeReader::ReadDevice(bool collects) {
   return Finish(slots_.slot(turn), collects);
 }
 
-bool ChangeReader::HasRoom(const ChangeSlot& slot, const TileRange& tile, bool collects) const {
-  if (slot.tiles == 0) return true;
-  const uint64_t element_bytes = sources_[tile.param].element_bytes;
-  const bool begins_range = slot.ranges.back().param != tile.param;
-  if (slot.tiles == slots_.tiles_most() || (begins_range && slot.ranges.size() == kChangePartsMost))
-    return false;
-  if (!collects) return true;
-  const uint64_t elements = slot.elements + tiles_[NumberOf(tile)].count;
-  return slot.element_bytes == element_bytes &&
-         CollectedBytes(elements, element_bytes) <= slots_.down_bytes();
+uint64_t ChangeReader::Append(ChangeSlot& slot, const TileRange& range, bool collects) const {
+  const uint64_t element_bytes = sources_[range.param].element_bytes;
+  const bool other_elements = slot.tiles > 0 && slot.element_bytes != element_bytes;
+  if (slot.ranges.size() == kChangePartsMost || (collects && other_elements)) return 0;
+  slot.element_bytes = element_bytes;
+  TileRange added = range;
+  added.tiles = std::min(range.tiles, slots_.tiles_most() - slot.tiles);
+  if (collects) added.tiles = AddElements(slot, added);
+  if (added.tiles == 0) return 0;
+  slot.ranges.push_back(added);
+  slot.tiles += added.tiles;
+  return added.tiles;
 }
 
-void ChangeReader::Append(ChangeSlot& slot, const TileRange& tile) const {
-  if (slot.tiles == 0 || slot.ranges.back().param != tile.param)
-    slot.ranges.push_back(tile);
-  else
-    slot.ranges.back().tiles += 1;
-  reinterpret_cast<uint32_t*>(slot.host)[slot.tiles] = static_cast<uint32_t>(slot.elements);
-  slot.tiles += 1;
-  slot.elements += tiles_[NumberOf(tile)].count;  // 0 in a survey
-  slot.element_bytes = sources_[tile.param].element_bytes;
+uint64_t ChangeReader::AddElements(ChangeSlot& slot, const TileRange& range) const {
+  auto* const starts = reinterpret_cast<uint32_t*>(slot.host) + slot.tiles;
+  const ChangeTile* const tiles = &tiles_[NumberOf(range)];
+  for (uint64_t i = 0; i < range.tiles; ++i) {
+    const uint64_t end = slot.elements + tiles[i].count;
+    if (CollectedBytes(end, slot.element_bytes) > slots_.down_bytes()) return i;
+    starts[i] = static_cast<uint32_t>(slot.elements);
+    slot.elements = end;
+  }
+  return range.tiles;
 }
 
 Status ChangeReader::Queue(ChangeSlot& slot, bool collects) {
@@ -268,34 +276,40 @@ Status ChangeReader::QueueCollection(const ChangeSlot& slot) {
 
 Status ChangeReader::Finish(ChangeSlot& slot, bool collects) {
   if (slot.queued) HYBRIDOPT_TRY(slots_.Await(slot));
-  const std::byte* const down = slot.host + slots_.down_offset();
-  if (slot.queued && !collects) {
-    const auto* const found = reinterpret_cast<const ChangeTile*>(down);
-    ForEachTile(slot.ranges, 0, slot.tiles, [&](const TileRange& tile, uint64_t number) {
-      tiles_[NumberOf(tile)] = found[number];
-    });
-  }
-  if (slot.queued && collects) {
-    const auto* const starts = reinterpret_cast<const uint32_t*>(slot.host);
-    const auto* const offsets =
-        reinterpret_cast<const uint16_t*>(down + ValuesBytes(slot.elements, slot.element_bytes));
-    HYBRIDOPT_TRY(ShareWork(
-        context_, slot.tiles, kTileBytes,
-        [&](uint64_t begin, uint64_t end) {
-          ForEachTile(slot.ranges, begin, end, [&](const TileRange& tile, uint64_t number) {
-            const uint64_t count = tiles_[NumberOf(tile)].count;
-            if (count == 0) return;
-            WriteTile(tile, std::span(offsets + starts[number], count),
-                      down + starts[number] * slot.element_bytes);
-          });
-        },
-        1));
-  }
+  if (collects)
+    HYBRIDOPT_TRY(WriteCollected(slot));
+  else
+    KeepSurvey(slot);
   slot.queued = false;
   slot.ranges.clear();
   slot.parts.clear();
   slot.tiles = slot.elements = 0;
   return {};
+}
+
+void ChangeReader::KeepSurvey(const ChangeSlot& slot) {
+  const auto* found = reinterpret_cast<const ChangeTile*>(slot.host + slots_.down_offset());
+  for (const TileRange& range : slot.ranges) {
+    std::copy_n(found, range.tiles, &tiles_[NumberOf(range)]);
+    found += range.tiles;
+  }
+}
+
+Status ChangeReader::WriteCollected(const ChangeSlot& slot) const {
+  const std::byte* const values = slot.host + slots_.down_offset();
+  const auto* const offsets =
+      reinterpret_cast<const uint16_t*>(values + ValuesBytes(slot.elements, slot.element_bytes));
+  const auto* const starts = reinterpret_cast<const uint32_t*>(slot.host);
+  return ShareWork(
+      context_, slot.tiles, kTileBytes,
+      [&](uint64_t begin, uint64_t end) {
+        ForEachTile(slot.ranges, begin, end, [&](const TileRange& tile, uint64_t number) {
+          const std::span found(offsets + starts[number], tiles_[NumberOf(tile)].count);
+          WriteTile(tile, found, values + starts[number] * slot.element_bytes);
+          SetPending(tile, found);
+        });
+      },
+      1);
 }
 
 }  // namespace hybridopt

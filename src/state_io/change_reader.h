@@ -31,7 +31,8 @@ struct ChangeTarget {
   const ChangeIndices* indices = nullptr;  // NULL: the param is not read
   std::byte* indices_at = nullptr;
   std::byte* values_at = nullptr;
-  uint64_t* pending = nullptr;  // where the bits of elements on the device are set; NULL: nowhere
+  uint64_t* pending =
+      nullptr;  // where the bits of a param on the device are written to; NULL: nowhere
 };
 
 // What a survey has found about a param.
@@ -47,6 +48,8 @@ class ChangeReader {
 
   Status Survey();
   ChangeFindings Find(size_t param) const;
+  // Whether a param has bits that are only on the device.
+  bool has_device_bits(size_t param) const { return sources_[param].device_bits != nullptr; }
   // One target for each source. A take fails as a whole, but may then have written to targets.
   Status Collect(std::span<const ChangeTarget> targets);
 
@@ -68,16 +71,21 @@ class ChangeReader {
   Status CollectHost();
   // Reads the params on the device in batches: `collects`: their elements.
   Status ReadDevice(bool collects);
-  bool HasRoom(const ChangeSlot& slot, const TileRange& tile, bool collects) const;
-  void Append(ChangeSlot& slot, const TileRange& tile) const;
+  // Appends to the batch of a slot as many tiles of a range as it has room for. Returns how many.
+  uint64_t Append(ChangeSlot& slot, const TileRange& range, bool collects) const;
+  // Gives the elements of tiles their places in a slot. Returns for how many tiles it has room.
+  uint64_t AddElements(ChangeSlot& slot, const TileRange& range) const;
   Status Queue(ChangeSlot& slot, bool collects);
   Status SendBits(ChangeSlot& slot);
   Status QueueSurvey(const ChangeSlot& slot);
   Status QueueCollection(const ChangeSlot& slot);
   // Waits for the batch of a slot, handles what has come down, and empties the slot.
   Status Finish(ChangeSlot& slot, bool collects);
+  void KeepSurvey(const ChangeSlot& slot);
+  Status WriteCollected(const ChangeSlot& slot) const;
   void WriteTile(const TileRange& tile, std::span<const uint16_t> offsets,
                  const std::byte* values) const;
+  void SetPending(const TileRange& tile, std::span<const uint16_t> offsets) const;
   void SetPlaces();
 
   Context& context_;

@@ -9,8 +9,9 @@ namespace hybridopt {
 namespace {
 
 constexpr char kWaiter[] = "a take of changes";
-constexpr uint64_t kTilesMost = 2048;                   // their bits take 2 MiB
-constexpr uint64_t kDownBytesMost = uint64_t{2} << 20;  // of a slot
+constexpr uint64_t kTilesMost = 16384;
+constexpr uint64_t kTilesWithBitsMost = 2048;       // their bits take half of a slot
+constexpr uint64_t kBytesMost = uint64_t{4} << 20;  // of bits and of what comes down
 constexpr uint64_t kAlignment = 256;
 // A tile of which all elements have changed, with elements of 4 bytes.
 constexpr uint64_t kTileBytesMost = kChangeTileElements * (sizeof(uint32_t) + sizeof(uint16_t));
@@ -22,7 +23,7 @@ Result<ChangeSlots> ChangeSlots::Create(Context& context, uint64_t tiles, bool h
   Device& device = context.device();
   ChangeSlots made;
   made.context_ = &context;
-  made.SetSizes(std::min(tiles, kTilesMost), host_bits);
+  made.SetSizes(std::min(tiles, host_bits ? kTilesWithBitsMost : kTilesMost), host_bits);
   Result<void*> memory = device.Allocate(kSlots * made.slot_bytes());
   while (memory.status().code() == OFFLOAD_OUT_OF_DEVICE_MEMORY && made.tiles_most_ > 1) {
     made.SetSizes(made.tiles_most_ / 2, host_bits);
@@ -44,7 +45,7 @@ void ChangeSlots::SetSizes(uint64_t tiles, bool host_bits) {
   tiles_most_ = tiles;
   starts_bytes_ = system::RoundUp(tiles * sizeof(uint32_t), kAlignment);
   bits_bytes_ = host_bits ? tiles * kChangeTileWords * sizeof(uint64_t) : 0;
-  down_bytes_ = std::min(tiles * kTileBytesMost, kDownBytesMost);
+  down_bytes_ = std::min(tiles * kTileBytesMost, kBytesMost - bits_bytes_);
 }
 
 ChangeSlots::~ChangeSlots() {

@@ -156,6 +156,14 @@ TEST_P(ChangesTest, AnAcknowledgementClearsWhatItsTakeHadAndNoMore) {
   Acknowledge(rig, last.take);
   Acknowledge(rig, last.take);
   EXPECT_EQ(Changed(rig), (Elements{2, 5}));
+  const Taken before_mark = Take(rig);
+  const uint32_t one = 1;
+  MUST(offload_optimizer_mark_changed(rig.optimizer(), &one, 1));
+  Acknowledge(rig, before_mark.take);
+  const Taken behind_mark = Take(rig);
+  EXPECT_EQ(behind_mark.indices[0], Elements{});
+  EXPECT_EQ(behind_mark.params[0].dense, 0);
+  EXPECT_EQ(behind_mark.params[1].dense, 1);
 }
 
 // A take that is refused gives nothing, so an acknowledgement of the take before it must not clear
@@ -496,6 +504,71 @@ TEST_P(LargeTakeTest, EveryChangedElementComesWithItsValue) {
       ExpectElements(change, reinterpret_cast<const std::byte*>(buffer.data()), changed[i], now);
     }
   }
+}
+
+// An acknowledgement leaves bits in memory, in tiles that the next takes write and in others. None
+// of them may come again, also not in a take that repeats an earlier one or follows a dense one.
+TEST_P(LargeTakeTest, ElementsThatWereAcknowledgedDoNotComeAgain) {
+  constexpr uint64_t kElements = 100'001;
+  Problem problem;
+  problem.algorithm = OFFLOAD_SGD;
+  auto group = Make<offload_group_t>();
+  group.lr = 1;
+  problem.groups = {group};
+  problem.params = {{OFFLOAD_BF16, OFFLOAD_FP32, OFFLOAD_PLACE_AUTO, 0, kElements}};
+  problem.initial = {Bytes(kElements * 2)};
+  LifecycleSetting setting;
+  setting.device_kind = GetParam();
+  setting.optimizer.device_fraction = GetParam() == OFFLOAD_DEVICE_HOST ? 0 : 0.6;
+  setting.track_changes = 1;
+  LifecycleRig rig(problem, setting);
+  const auto step = [&](const std::vector<uint64_t>& elements) {
+    StepInput input;
+    input.groups = problem.groups;
+    input.grads = {Bytes(kElements * 4)};
+    for (uint64_t element : elements)
+      PutElement(*input.grads[0], OFFLOAD_FP32, element, BitsOf(OFFLOAD_FP32, 1));
+    rig.StepOnce(input);
+  };
+  std::vector<uint64_t> buffer(kElements);
+  auto changes = Make<offload_changes_t>();
+  const auto take = [&](const std::vector<uint64_t>& elements) {
+    auto options = Make<offload_changes_options_t>();
+    options.buffer = buffer.data();
+    options.buffer_bytes = buffer.size() * 8;
+    MUST(offload_optimizer_changes(rig.optimizer(), nullptr, 0, &options, &changes));
+    const Bytes now = rig.Read(rig.data[0], kElements * 2);
+    ASSERT_EQ(changes.params[0].dense, 0);
+    ExpectElements(changes.params[0], reinterpret_cast<const std::byte*>(buffer.data()), elements,
+                   now);
+  };
+  const auto acknowledge = [&] {
+    MUST(offload_optimizer_acknowledge_changes(rig.optimizer(), changes.take));
+  };
+  auto options = Make<offload_changes_options_t>();
+  MUST(offload_optimizer_changes(rig.optimizer(), nullptr, 0, &options, &changes));
+  acknowledge();
+  step({7, 9000, 50'000, 61'000, 99'999});
+  take({7, 9000, 50'000, 61'000, 99'999});
+  acknowledge();
+  take({});
+  step({8, 61'001});
+  take({8, 61'001});
+  take({8, 61'001});
+  step({50'001});
+  take({8, 50'001, 61'001});
+  acknowledge();
+  step({99'998});  // only the host has changed something
+  take({99'998});
+  take({99'998});
+  acknowledge();
+  take({});
+  MUST(offload_optimizer_mark_changed(rig.optimizer(), nullptr, 0));
+  MUST(offload_optimizer_changes(rig.optimizer(), nullptr, 0, &options, &changes));
+  acknowledge();
+  step({3});
+  take({3});
+  take({3});
 }
 
 INSTANTIATE_TEST_SUITE_P(Devices, LargeTakeTest, testing::ValuesIn(DevicesUnderTest()),
