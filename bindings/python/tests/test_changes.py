@@ -10,6 +10,7 @@ import json
 import math
 import random
 import sys
+import weakref
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hybridopt.abi import handles
 from hybridopt.changes import wire_forms
 from hybridopt.changes.part import Part
 from hybridopt.changes.patch import hash_of
+from hybridopt.changes.take_memory import TakeMemory
 from hybridopt.optimizers import adopting
 from hybridopt.params import slot_batch
 from hybridopt.state import entries as states
@@ -578,6 +580,94 @@ def test_a_patch_that_is_lost_costs_nothing():
     assert same(model, follower)
     hybridopt.apply_changes(follower, later)  # again: it has no effect
     assert same(model, follower)
+
+
+def addresses_of(patch):
+    return [change.indices.data_ptr() for _, change in patch if not change.dense and change.values.numel()]
+
+
+def memory_of(optimizer):
+    return optimizer._engines.present.take_memory._memory
+
+
+def test_a_patch_uses_the_memory_of_the_one_before_again():
+    model, optimizer, follower = made(lr=1e-2)  # so that each step changes about as many elements
+    publish(optimizer, follower)
+    used = set()
+    for seed in range(3):
+        trained(model, optimizer, seed)
+        patch = publish(optimizer, follower, dense_above=1.0)
+        begin = memory_of(optimizer).data_ptr()
+        assert all(begin <= address < begin + memory_of(optimizer).numel() for address in addresses_of(patch))
+        assert same(model, follower)
+        del patch
+        publish(optimizer, follower)  # nothing has changed
+        used.add(begin)
+    assert len(used) == 1
+
+
+KEPT = {
+    "the patch": lambda patch: patch,
+    "one tensor": lambda patch: patch["body.weight"].values,
+    "a view": lambda patch: patch["body.weight"].indices[1:],
+    "an array of numpy": lambda patch: patch["body.weight"].indices.numpy(),
+    "the bytes of an array": lambda patch: patch["body.weight"].indices.numpy().data,
+    "a tensor of the same storage": lambda patch: torch.empty(0, dtype=torch.int64).set_(
+        patch["body.weight"].indices.untyped_storage()
+    ),
+    "a tensor by DLPack": lambda patch: torch.from_dlpack(patch["body.weight"].indices),
+}
+
+
+def content_of(kept):
+    if isinstance(kept, hybridopt.WeightPatch):
+        return [(change.indices.tolist(), change.values.tolist()) for _, change in kept if not change.dense]
+    return kept.tolist()
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_patch_does_not_write_over_one_that_is_kept(kept):
+    model, optimizer, follower = made(lr=1e-2)
+    publish(optimizer, follower)
+    trained(model, optimizer, 1)
+    patch = publish(optimizer, follower, dense_above=1.0)
+    before = addresses_of(patch)
+    kept = KEPT[kept](patch)
+    expected = content_of(kept)
+    del patch
+    for seed in (2, 3):
+        trained(model, optimizer, seed)
+        patch = publish(optimizer, follower, dense_above=1.0)
+        assert addresses_of(patch)[0] != before[0]
+        assert content_of(kept) == expected
+        assert same(model, follower)
+        del patch
+    optimizer.close()
+    assert content_of(kept) == expected
+
+
+def test_memory_of_patches_is_bounded_and_goes_with_the_optimizer():
+    memory = TakeMemory()
+    assert memory.lend().bytes == 0
+    assert memory.lend(1000).bytes == 1500
+    memory.note_used(1000)
+    memory.note_used(0)
+    loan = memory.lend()
+    address = loan.address
+    del loan
+    assert memory.lend(1500).address == address
+    assert memory.lend(1501).bytes == 2251
+    memory.note_used(500)
+    assert memory.lend().bytes == 750  # it was more than four times as large as needed
+    model, optimizer, follower = made()
+    publish(optimizer, follower)
+    trained(model, optimizer, 1)
+    patch = publish(optimizer, follower, dense_above=1.0)
+    storage = weakref.ref(memory_of(optimizer))
+    assert storage() is not None
+    del patch
+    optimizer.close()
+    assert storage() is None
 
 
 def in_place(model):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import abi
 from ..base.modes import current_stream, in_no_mode
+from ..changes.take_memory import TakeMemory
 from ..params.bound import Bound
 from ..params.members import Member
 from ..params.registered import Registered, Slot, Wanted
@@ -69,7 +70,7 @@ class Engine:
         self._unwatched = [s for s in self.slots if is_tracked and s.count > 0 and not s.has_master]
         self._is_tracked = is_tracked
         self._seen_versions: list[int] = []
-        self.change_bytes = 0  # of indices and values that the last take of changes gave
+        self.take_memory = TakeMemory()
         # Returns the plan for another device fraction.
         self.plan_of: Callable[[float], abi.offload_plan_t] | None = None
         self.counts_before: dict[Tensor, int] = {}  # hidden_counts() of the engine before this one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..base.checks import is_number, shown
 from ..base.modes import in_no_mode
 from ..changes.part import Part
 from ..changes.patch import WeightChange, WeightPatch, hash_of
+from ..changes.take_memory import Loan
 from ..engine.engine import Engine
 from ..params.registered import Slot
 from ..params.tensors import local
@@ -75,28 +75,28 @@ def _taken(engine: Engine, dense_above: float) -> WeightPatch:
         "stream": engine.stream(),
         "flags": abi.OFFLOAD_CHANGES_WIDE,
     }
-    # A take that is refused has read all params, so the first try has room for more than the last take. Memory that
-    # nobody writes costs nothing.
-    buffer = _Buffer(engine.change_bytes + engine.change_bytes // 2)
-    taken = engine.handle.changes(buffer.address, buffer.bytes, **options)
+    # A take that is refused has read all params, so the first try has room for more than the last take.
+    loan = engine.take_memory.lend()
+    taken = engine.handle.changes(loan.address, loan.bytes, **options)
     if taken.take == 0:
-        buffer = _Buffer(taken.bytes)
-        taken = engine.handle.changes(buffer.address, buffer.bytes, **options)
-    engine.change_bytes = taken.bytes
+        del loan
+        loan = engine.take_memory.lend(taken.bytes)
+        taken = engine.handle.changes(loan.address, loan.bytes, **options)
+    engine.take_memory.note_used(taken.bytes)
     changes = {}
     for slot, change in zip(engine.slots, taken.params[: taken.param_count]):
-        changes[slot.name] = _change_of(slot, change, buffer)
-    return WeightPatch(changes, functools.partial(_acknowledge, engine, taken.take))
+        changes[slot.name] = _change_of(slot, change, loan)
+    return WeightPatch(changes, functools.partial(_acknowledge, engine.handle, taken.take))
 
 
-def _acknowledge(engine: Engine, take: int) -> None:
+def _acknowledge(handle: abi.Optimizer, take: int) -> None:
     # A closed engine has no more changes, and the next one begins with whole params.
-    if not engine.handle.closed:
-        engine.handle.acknowledge_changes(take)
+    if not handle.closed:
+        handle.acknowledge_changes(take)
 
 
 def _change_of(
-    slot: Slot, change: abi.offload_change_t, buffer: _Buffer
+    slot: Slot, change: abi.offload_change_t, loan: Loan
 ) -> WeightChange:
     shape, base = tuple(slot.shape), change.base_hash if change.has_base else None
     shard = None
@@ -107,23 +107,6 @@ def _change_of(
         # The library hashes elements in the order of memory.
         found = change.hash if slot.row_major else hash_of(whole)
         return WeightChange(shape, None, whole, found, None, shard)
-    indices = buffer.array(change.indices_offset, change.count, torch.int64)
-    values = buffer.array(change.values_offset, change.count, slot.dtype)
+    indices = loan.array(change.indices_offset, change.count, torch.int64)
+    values = loan.array(change.values_offset, change.count, slot.dtype)
     return WeightChange(shape, indices, values, change.hash, base, shard)
-
-
-class _Buffer:
-    """Memory for the indices and values of a take. Each array has a storage of its own, so that code that sends or
-    saves one does not send the memory of all others."""
-
-    def __init__(self, size: int) -> None:
-        self.bytes = size
-        self._memory = torch.empty(size, dtype=torch.uint8)
-        self.address = self._memory.data_ptr()
-
-    def array(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        if count == 0:
-            return torch.empty(0, dtype=dtype)
-        part = (ctypes.c_char * (count * dtype.itemsize)).from_address(self.address + offset)
-        part.memory = self._memory  # type: ignore[attr-defined]  # lives as long as the array
-        return torch.frombuffer(part, dtype=dtype)
