@@ -257,7 +257,20 @@ def test_arrays_of_a_struct_are_written_in_place():
     assert rows[1][9][2] == -2.5 and rows[1][0][0] == 0
 
 
+def test_numbers_of_structs_are_read_as_they_were_written():
+    fields = []
+    for kind in (value for name, value in vars(h).items() if name.endswith("_t")):
+        struct = kind()
+        for name in [name for name, value in vars(kind).items() if isinstance(value, property)]:
+            if isinstance(getattr(struct, name), float):
+                setattr(struct, name, 0.95)
+                assert repr(getattr(struct, name)) == "0.95", (kind.__name__, name)
+                fields.append(name)
+    assert {"lr", "beta2", "device_fraction", "grad_norm_max"} <= set(fields), fields
+
+
 test_structs_are_sized()
+test_numbers_of_structs_are_read_as_they_were_written()
 test_arrays_of_a_struct_are_written_in_place()
 test_changes()
 test_errors()
