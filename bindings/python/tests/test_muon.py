@@ -1070,6 +1070,95 @@ def test_weights_that_are_written_between_steps_are_followed():
     ranks.run(moved_weights, 2)
 
 
+def equal_names(rank, world):
+    """Two models may give their matrices the same name: each is updated by its own gradient."""
+    mesh = init_device_mesh("cpu", (world,))
+    start = [torch.ones(6, 4), torch.ones(6, 4), torch.ones(5, 2)]
+    cut = [Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in start]
+    plain = [Parameter(each.clone()) for each in start]
+    with pytest.warns(UserWarning, match="several parameters have the same name"):
+        sharded = hybridopt.ShardedMuon([("x", param) for param in cut], **OPTIONS)
+        for seed in range(2):
+            for index in (1, 2):
+                gradient = torch.randn(start[index].shape, generator=torch.Generator().manual_seed(seed))
+                cut[index].grad = distribute_tensor(gradient, mesh, [Shard(0)])
+                plain[index].grad = gradient
+            sharded.step()
+    follower = hybridopt.Muon([(f"x{index}", param) for index, param in enumerate(plain)], **OPTIONS)
+    for seed in range(2):
+        for index in (1, 2):
+            plain[index].grad = torch.randn(start[index].shape, generator=torch.Generator().manual_seed(seed))
+        follower.step()
+    assert all(torch.equal(full(own), other) for own, other in zip(cut, plain))
+    assert [torch.equal(own, other) for own, other in zip(plain, start)] == [True, False, False]
+
+
+def test_matrices_with_equal_names_have_gradients_of_their_own():
+    ranks.run(equal_names, 2)
+
+
+def frozen(rank, world, folder):
+    """A frozen matrix has no state, here as without shards, so that checkpoints go both ways."""
+    mesh = init_device_mesh("cpu", (world,))
+    start = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    cut = [Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in start]
+    plain = [Parameter(each.clone()) for each in start]
+    for params in (cut, plain):
+        params[1].requires_grad_(False)
+    optimizer = hybridopt.ShardedMuon([("x", cut[0]), ("y", cut[1])], **OPTIONS)
+    follower = hybridopt.Muon([("x", plain[0]), ("y", plain[1])], **OPTIONS)
+
+    def step(index):
+        for each in range(2):
+            cut[each].grad = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]) if each == index else None
+            plain[each].grad = torch.ones(6, 4) if each == index else None
+        optimizer.step()
+        follower.step()
+        assert all(torch.equal(full(own), other) for own, other in zip(cut, plain))
+
+    step(0)
+    optimizer.save_checkpoint(folder / "sharded")
+    follower.load_checkpoint(folder / "sharded")
+    if rank == 0:
+        follower.save_checkpoint(folder / "whole")
+    dist.barrier()
+    optimizer.load_checkpoint(folder / "whole")
+    step(0)
+    for params in (cut, plain):  # trained from now on
+        params[1].requires_grad_()
+    step(1)
+
+
+def test_a_frozen_matrix_has_no_state(tmp_path):
+    ranks.run(frozen, 2, tmp_path)
+
+
+def wide_gradients(rank, world):
+    """Gradients in fp32 of params in bf16, where a home may have no row of its own."""
+    mesh = init_device_mesh("cpu", (world,))
+    start = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(0)).bfloat16().unbind()
+    cut = [Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in start]
+    plain = [Parameter(each.clone()) for each in start]
+    optimizer, follower = hybridopt.ShardedMuon(cut, **OPTIONS), hybridopt.Muon(plain, **OPTIONS)
+    assert {each.home for each in optimizer.homes} == set(range(world))
+    for seed in range(3):
+        is_wide = seed > 0  # as where a program begins to add up gradients
+        for own, other in zip(cut, plain):
+            own.grad = other.grad = None
+            own.grad_dtype = other.grad_dtype = torch.float32 if is_wide else torch.bfloat16
+            gradient = torch.randn(2, 5, generator=torch.Generator().manual_seed(seed)).to(other.grad_dtype)
+            sharded = distribute_tensor(gradient, mesh, [Shard(0)])
+            own.grad, other.grad = sharded if sharded._local_tensor.numel() > 0 else None, gradient
+        optimizer.step()
+        follower.step()
+        assert all(torch.equal(full(own), other) for own, other in zip(cut, plain))
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype")
+def test_gradients_go_home_as_they_are():
+    ranks.run(wide_gradients, 4)
+
+
 def test_homes_share_the_work_and_all_ranks_agree():
     cuts = [
         homes.CutMatrix(f"m{i}", (rows, 8), {rank: [[(0, 0)], [(0, 8)]] for rank in range(3)}, frozenset())

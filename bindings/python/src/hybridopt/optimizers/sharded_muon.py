@@ -21,7 +21,7 @@ from ..params.hyperparameters import named_algorithm
 from ..params.matrices import cut_by
 from ..params.registered import MASTER, MASTER_LOW
 from ..params.sharding import SHARD_ATTRIBUTE, TensorShard
-from ..params.tensors import local_gradient
+from ..params.tensors import gradient_of, local_gradient, set_gradient
 from ..ranks import home_state, homes
 from ..ranks.homes import CutMatrix
 from ..settings.options import WAYS_OUT
@@ -57,7 +57,8 @@ class _Cut:
     def __init__(self, cut: CutMatrix, param: DTensor) -> None:
         self.cut, self.param = cut, param
         self.is_home = cut.home == dist.get_rank()
-        self.whole = Parameter(homes.empty_like(cut, param._local_tensor))
+        self.whole = Parameter(homes.empty_like(cut, param._local_tensor), requires_grad=param.requires_grad)
+        self.whole.decoupled_grad = None  # type: ignore[attr-defined]  # a gradient of any dtype
         none = (0,) * len(cut.shape)
         setattr(self.whole, SHARD_ATTRIBUTE, TensorShard(cut.shape, ((none, cut.shape if self.is_home else none),)))
 
@@ -67,17 +68,20 @@ class _Cut:
         return self.param._local_tensor.detach()
 
     def gather(self) -> None:
+        self.whole.requires_grad_(self.param.requires_grad)
         homes.gather(self.cut, self.part, self.whole.detach())
 
-    def gather_gradient(self, is_there: bool) -> None:
-        if not is_there:
-            self.whole.grad = None
+    def gather_gradient(self, dtype: torch.dtype | None) -> None:
+        """Gets the gradient, which has this dtype; None: there is none on any rank."""
+        if dtype is None:
+            set_gradient(self.whole, None)
             return
-        if self.whole.grad is None:
-            self.whole.grad = torch.empty_like(self.whole)
-        own = self.param.grad
+        whole, own = gradient_of(self.whole), self.param.grad
+        if whole is None or whole.dtype != dtype:
+            whole = torch.empty_like(self.whole, dtype=dtype)
         part = torch.zeros_like(self.part) if own is None else local_gradient(own, self.param, self.cut.name)
-        homes.gather(self.cut, part, self.whole.grad)
+        homes.gather(self.cut, part.to(dtype), whole)
+        set_gradient(self.whole, whole)
 
     def scatter(self) -> None:
         homes.scatter(self.cut, self.whole.detach(), self.part)
@@ -119,8 +123,7 @@ class ShardedMuon(torch.optim.Optimizer):
         cuts = homes.with_homes([cut for of_group in found for cut, _ in of_group])
         homes.check_group(cuts, process_group)
         self.homes = Homes(cuts)
-        by_name = {cut.name: cut for cut in cuts}
-        self._cuts = [_Cut(by_name[cut.name], param) for of_group in found for cut, param in of_group]
+        self._cuts = [_Cut(cut, param) for cut, (_, param) in zip(cuts, chain.from_iterable(found))]
         self._group = process_group
         self._shown: dict[int, weakref.ref[Any]] = {}  # the shards of the last state_dict(), by id
         stand_in: dict[Tensor, Tensor] = {each.param: each.whole for each in self._cuts}
@@ -158,11 +161,11 @@ class ShardedMuon(torch.optim.Optimizer):
                 loss = closure()
         self._pass_hyperparameters()
         with torch.no_grad(), self._scaled():
-            missing = {each.cut.name for each in self._cuts if each.param.grad is None}
-            absent = homes.without_gradient(self.homes, missing, self._group) if self._cuts else set()
-            for each in self._cuts:
+            own = [None if each.param.grad is None else each.param.grad.dtype for each in self._cuts]
+            dtypes = homes.gradient_dtypes(self.homes, own, self._group) if self._cuts else []
+            for each, dtype in zip(self._cuts, dtypes):
                 each.gather()  # the next step follows params that other code has written
-                each.gather_gradient(each.cut.name not in absent)
+                each.gather_gradient(dtype)
             self._local.step()
             self._scatter()
         return loss

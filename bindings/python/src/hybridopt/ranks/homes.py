@@ -12,6 +12,7 @@ One matrix follows the other, so that the memory for messages is that of the lar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -148,26 +149,25 @@ def told(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return of_ranks
 
 
-def without_gradient(cuts: Sequence[CutMatrix], missing: set[str], group: dist.ProcessGroup | None) -> set[str]:
-    """The matrices that have no gradient on any rank. `missing`: those without one here. Raises on all ranks if some have
-    one and others have none. All ranks of the group call this."""
+def gradient_dtypes(
+    cuts: Sequence[CutMatrix], own: list[torch.dtype | None], group: dist.ProcessGroup | None
+) -> list[torch.dtype | None]:
+    """The dtype of each matrix's gradient; None if there is none on any rank. `own`: those of this rank. Raises on all
+    ranks if some have a gradient and others have none. All ranks of the group call this."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    lacking: dict[str, set[int]] = {}
-    for rank, names in zip(ranks, told(missing, group)):
-        for name in names:
-            lacking.setdefault(name, set()).add(rank)
-    everywhere: set[str] = set()
-    for cut in cuts:
-        needed = {rank for rank in cut.runs if cut.has_part(rank)}
-        without = lacking.get(cut.name, set()) & needed
-        if without and without != needed:
-            raise ValueError(
-                f"parameter {cut.name!r} has no gradient on the ranks {sorted(without)}, but the others of {sorted(needed)} have "
-                "one; call backward() alike on all ranks"
-            )
-        if without:
-            everywhere.add(cut.name)
-    return everywhere
+    of_rank = dict(zip(ranks, told(own, group)))
+    return [_dtype_of(cut, {rank: of_rank[rank][i] for rank in cut.runs if cut.has_part(rank)}) for i, cut in enumerate(cuts)]
+
+
+def _dtype_of(cut: CutMatrix, of_rank: dict[int, torch.dtype | None]) -> torch.dtype | None:
+    without = sorted(rank for rank, dtype in of_rank.items() if dtype is None)
+    if without and len(without) < len(of_rank):
+        raise ValueError(
+            f"parameter {cut.name!r} has no gradient on the ranks {without}, but the others of {sorted(of_rank)} have "
+            "one; call backward() alike on all ranks"
+        )
+    dtypes = [dtype for dtype in of_rank.values() if dtype is not None]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
 def check_group(cuts: Sequence[CutMatrix], group: dist.ProcessGroup | None) -> None:
