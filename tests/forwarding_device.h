@@ -107,7 +107,6 @@ class ForwardingDevice : public Device {
   Status PrepareMatrices(StreamHandle stream, const MatrixShape& shape, void* workspace) override {
     return device_->PrepareMatrices(stream, shape, workspace);
   }
-  Status CheckRowRuns() const override { return device_->CheckRowRuns(); }
   uint64_t MatrixWorkspaceBytes(const MatrixShape& shape) const override {
     return device_->MatrixWorkspaceBytes(shape);
   }

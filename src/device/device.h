@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "base/check.h"
 #include "base/status.h"
 #include "kernels/changes/changes.h"
 #include "kernels/changes/tiles.h"
@@ -33,7 +34,7 @@ struct DeviceUpdate {
   StateFormats formats = {};
   NotedBits noted = {};                   // at a device address; of the span's first element
   MatrixShape matrix = {};                // in a launch of matrices: the span's
-  RowRuns runs = {};                      // the same; only after CheckRowRuns
+  RowRuns runs = {};                      // the same
   std::span<const NsStep> ns_steps = {};  // the same
 
   SpanTypes types() const { return {grad_dtype, param_dtype, formats}; }
@@ -50,6 +51,21 @@ struct UpdateLaunch {
   // matrix needs. The stream's launches share it.
   void* workspace = nullptr;
 };
+
+// The update of one matrix of a launch, at the launch's addresses.
+inline MatrixUpdate MatrixOf(const UpdateLaunch& launch, const DeviceUpdate& one) {
+  HYBRIDOPT_CHECK(one.coefficients < launch.coefficients.size());
+  MatrixUpdate matrix{};
+  matrix.span = one.span;
+  matrix.types = one.types();
+  matrix.shape = one.matrix;
+  matrix.runs = one.runs;
+  matrix.coefficients = launch.coefficients[one.coefficients];
+  matrix.steps = one.ns_steps;
+  matrix.noted = one.noted;
+  matrix.workspace = launch.workspace;
+  return matrix;
+}
 
 // One param's gradient in a norm launch.
 struct NormInput {
@@ -208,14 +224,6 @@ class Device {
   // workers do: then only the device may update them. "" if the bits are those of the workers. Not
   // before CheckMatrices.
   virtual std::string matrix_products() const { return {}; }
-  // UNSUPPORTED, with the way out, if this device cannot update parts of matrices whose rows do not
-  // follow each other.
-  virtual Status CheckRowRuns() const {
-    return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "this device updates parts of matrices only if the rows of each follow "
-                         "each other; give split_rows that add up to all rows, or register each "
-                         "part as a param of its own");
-  }
   // The bytes of UpdateLaunch::workspace for a matrix.
   virtual uint64_t MatrixWorkspaceBytes(const MatrixShape& shape) const = 0;
   // To be called once for each shape before UpdateMatrices, and before a stream waits for a flag:

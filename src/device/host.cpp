@@ -92,7 +92,6 @@ class HostDevice final : public Device {
   }
   Status Update(StreamHandle, const UpdateLaunch&) override { return Unsupported("Update"); }
   Status CheckMatrices() const override { return {}; }  // the workers update them
-  Status CheckRowRuns() const override { return {}; }
   uint64_t MatrixWorkspaceBytes(const MatrixShape&) const override { return 0; }
   Status UpdateMatrices(StreamHandle, const UpdateLaunch&) override {
     return Unsupported("UpdateMatrices");

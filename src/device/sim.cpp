@@ -93,7 +93,6 @@ class SimDevice final : public Device {
     return Queue(stream, sim::Update{launch}).status();
   }
   Status CheckMatrices() const override { return {}; }
-  Status CheckRowRuns() const override { return {}; }
   uint64_t MatrixWorkspaceBytes(const MatrixShape& shape) const override {
     return NewtonSchulzBytes(shape);
   }

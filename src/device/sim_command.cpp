@@ -212,7 +212,6 @@ Status SimExecutor::Apply(const sim::UpdateMatrices& update) const {
   const UpdateLaunch& launch = update.launch;
   HYBRIDOPT_ASSIGN(const Verdict* verdict, Locate("verdict", launch.verdict, 1));
   for (const DeviceUpdate& one : launch.updates) {
-    HYBRIDOPT_CHECK(one.coefficients < launch.coefficients.size());
     HYBRIDOPT_CHECK(one.span.count > 0 &&
                     one.span.count == MatrixPart({0, one.matrix, one.runs}).extent());
     HYBRIDOPT_TRY(LocateSpan(one).status());
@@ -221,16 +220,11 @@ Status SimExecutor::Apply(const sim::UpdateMatrices& update) const {
   }
   if (verdict->skip != 0) return Status();
   for (const DeviceUpdate& one : launch.updates) {
-    MatrixUpdate matrix{};
+    MatrixUpdate matrix = MatrixOf(launch, one);
     HYBRIDOPT_ASSIGN(matrix.span, LocateSpan(one));
     HYBRIDOPT_ASSIGN(matrix.noted, LocateNoted(one));
     HYBRIDOPT_ASSIGN(matrix.workspace, LocateWorkspace(launch, one.matrix));
-    matrix.types = one.types();
-    matrix.shape = one.matrix;
-    matrix.runs = one.runs;
-    matrix.coefficients = launch.coefficients[one.coefficients];
     matrix.coefficients.grad_factor *= verdict->grad_factor;
-    matrix.steps = one.ns_steps;
     UpdateMatrix(kernels_, matrix);
   }
   return Status();

@@ -190,9 +190,6 @@ Status ParamTable::AddOne(const ParamInput& input) {
   if (IsOfMatrices(param.algorithm)) {
     HYBRIDOPT_ASSIGN(param.matrix, MatrixOf(param.shard));
     HYBRIDOPT_ASSIGN(param.parts, PartsOf(param.matrix, source.split_rows, source.split_count));
-    for (const MatrixPart& part : param.parts) {
-      if (part.runs.rows != 0) HYBRIDOPT_TRY(device_.CheckRowRuns());
-    }
   } else if (source.split_count != 0) {
     return Status::Error(
         OFFLOAD_INVALID_ARGUMENT,

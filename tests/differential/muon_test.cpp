@@ -65,17 +65,14 @@ struct Tensor {
   }
 };
 
-// A fused matrix: gate and up, queries, keys and values one after the other, and by groups. CUDA
-// devices update only parts whose rows follow each other.
+// A fused matrix: gate and up, queries, keys and values one after the other, and by groups.
 std::vector<Tensor> FusedTensors(int32_t dtype, int32_t grad_dtype) {
-  std::vector<Tensor> tensors = {{{24, 16}, dtype, grad_dtype, 0, 0, 0, {12, 12}},
-                                 {{31, 20}, dtype, grad_dtype, 1, 0, 0, {17, 7, 7}},
-                                 {{2, 12, 9}, dtype, grad_dtype, 1, 0, 0, {2, 10}}};
-  if (TestsRunOnCuda()) return tensors;
-  tensors.push_back({{30, 33}, dtype, grad_dtype, 0, 0, 0, {3, 1, 2}});
-  tensors.push_back({{2, 12, 9}, dtype, grad_dtype, 1, 0, 0, {2, 1}});
-  tensors.push_back({{130, 70}, dtype, grad_dtype, 3, 0, 0, {9, 4}});
-  return tensors;
+  return {{{24, 16}, dtype, grad_dtype, 0, 0, 0, {12, 12}},
+          {{31, 20}, dtype, grad_dtype, 1, 0, 0, {17, 7, 7}},
+          {{2, 12, 9}, dtype, grad_dtype, 1, 0, 0, {2, 10}},
+          {{30, 33}, dtype, grad_dtype, 0, 0, 0, {3, 1, 2}},
+          {{2, 12, 9}, dtype, grad_dtype, 1, 0, 0, {2, 1}},
+          {{130, 70}, dtype, grad_dtype, 3, 0, 0, {9, 4}}};
 }
 
 // Matrices that are tall, wide, square, larger than a chunk and much smaller; a stack; none at all.

@@ -741,17 +741,8 @@ Status CudaDevice::PrepareMatrices(StreamHandle stream, const MatrixShape& shape
 
 Status CudaDevice::UpdateMatrices(StreamHandle stream, const UpdateLaunch& launch) {
   const Scope scope = Enter();
-  for (const DeviceUpdate& one : launch.updates) {
-    MatrixUpdate matrix{};
-    matrix.span = one.span;
-    matrix.types = one.types();
-    matrix.shape = one.matrix;
-    matrix.coefficients = launch.coefficients[one.coefficients];
-    matrix.steps = one.ns_steps;
-    matrix.noted = one.noted;
-    matrix.workspace = launch.workspace;
-    HYBRIDOPT_TRY(matrices_->Update(stream, matrix, launch.verdict));
-  }
+  for (const DeviceUpdate& one : launch.updates)
+    HYBRIDOPT_TRY(matrices_->Update(stream, MatrixOf(launch, one), launch.verdict));
   return {};
 }
 

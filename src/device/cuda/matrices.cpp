@@ -1,5 +1,6 @@
 #include "device/cuda/matrices.h"
 
+#include <array>
 #include <cinttypes>
 #include <cstddef>
 
@@ -16,6 +17,8 @@ constexpr uint64_t kAlignment = 256;
 constexpr uint64_t kLibraryBytes = uint64_t{8} << 20;
 // How many algorithms cuBLASLt is asked for. The best ones may split sums.
 constexpr int kAlgorithmsAsked = 32;
+// The runs of rows of a part that one launch updates.
+constexpr size_t kRunsAtOnce = 32;
 
 // The parts of a workspace; `bytes` is the offset of its end.
 struct Parts {
@@ -204,36 +207,68 @@ Status Matrices::Orthogonalize(StreamHandle stream, const MatrixUpdate& update) 
   return {};
 }
 
+// Writes U without gaps; the runs of rows of a part have a launch each.
+Status Matrices::UpdateMomenta(StreamHandle stream, const MatrixUpdate& update,
+                               const Verdict* verdict, uint16_t* u) {
+  Status status;
+  const auto queue = [&](uint64_t at, uint64_t offset, uint64_t count) {
+    if (!status.ok()) return;
+    MatrixUpdate run = update;
+    run.span = Advanced(update.span, update.types, at);
+    run.span.count = count;
+    uint16_t* const out = u + offset;
+    const bool quads = InQuads(run.span.grad, DtypeBytes(update.types.grad_dtype)) &&
+                       InQuads(run.span.moment0, RowOf(update.types.formats.moment0).Bytes(1)) &&
+                       InQuads(out, sizeof(*out));
+    status = fault_.Check(LaunchMomentum(Of(stream), run, quads, verdict, out), "momentum");
+  };
+  ForEachRun(update.shape, update.runs, 0, update.shape.count(), queue);
+  return status;
+}
+
 Status Matrices::Divide(StreamHandle stream, const MatrixUpdate& update, const Verdict* verdict) {
   const Parts parts(update.shape, update.workspace);
-  const UpdateSpan& span = update.span;
-  const bool quads = InQuads(span.grad, DtypeBytes(update.types.grad_dtype)) &&
-                     InQuads(span.moment0, RowOf(update.types.formats.moment0).Bytes(1));
-  HYBRIDOPT_TRY(
-      fault_.Check(LaunchMomentum(Of(stream), update, quads, verdict, parts.u()), "momentum"));
-  const NormInput input = {parts.u(), span.count, OFFLOAD_BF16, 0};
+  const uint64_t count = update.shape.count();
+  HYBRIDOPT_TRY(UpdateMomenta(stream, update, verdict, parts.u()));
+  const NormInput input = {parts.u(), count, OFFLOAD_BF16, 0};
   NormLaunch launch{};
   launch.inputs = {&input, 1};
   launch.block_sums = parts.block_sums;
   HYBRIDOPT_TRY(device_.Norm(stream, launch));
-  return fault_.Check(LaunchDivide(Of(stream), parts.block_sums, span.count,
-                                   update.coefficients.eps, verdict, parts.scalars, parts.u()),
+  return fault_.Check(LaunchDivide(Of(stream), parts.block_sums, count, update.coefficients.eps,
+                                   verdict, parts.scalars, parts.u()),
                       "division by the norm");
 }
 
 Status Matrices::Apply(StreamHandle stream, const MatrixUpdate& update) {
   const Parts parts(update.shape, update.workspace);
-  DeviceUpdate one{};
-  one.span = update.span;
-  one.span.grad = parts.iterates[update.steps.size() % 2];
-  one.span.moment0 = nullptr;
-  one.grad_dtype = OFFLOAD_BF16;
-  one.param_dtype = update.types.param_dtype;
-  one.formats = update.types.formats;
-  one.noted = update.noted;
+  const auto* const x = static_cast<const uint16_t*>(parts.iterates[update.steps.size() % 2]);
   const Coefficients coefficients = OfMatrixRule(update);
-  return device_.Update(stream,
-                        {kMatrixRule, {&one, 1}, {&coefficients, 1}, &parts.scalars->verdict});
+  std::array<DeviceUpdate, kRunsAtOnce> runs;
+  size_t listed = 0;
+  Status status;
+  const auto launch = [&] {
+    status = device_.Update(
+        stream,
+        {kMatrixRule, std::span(runs).first(listed), {&coefficients, 1}, &parts.scalars->verdict});
+    listed = 0;
+  };
+  const auto list = [&](uint64_t at, uint64_t offset, uint64_t count) {
+    if (!status.ok()) return;
+    DeviceUpdate& run = runs[listed++] = {};
+    run.span = Advanced(update.span, update.types, at);
+    run.span.count = count;
+    run.span.grad = x + offset;
+    run.span.moment0 = nullptr;
+    run.grad_dtype = OFFLOAD_BF16;
+    run.param_dtype = update.types.param_dtype;
+    run.formats = update.types.formats;
+    run.noted = update.noted.From(at);
+    if (listed == runs.size()) launch();
+  };
+  ForEachRun(update.shape, update.runs, 0, update.shape.count(), list);
+  if (status.ok() && listed > 0) launch();
+  return status;
 }
 
 Status Matrices::Prepare(StreamHandle stream, const MatrixShape& shape, void* workspace) {
@@ -249,7 +284,7 @@ Status Matrices::Prepare(StreamHandle stream, const MatrixShape& shape, void* wo
 
 Status Matrices::Update(StreamHandle stream, const MatrixUpdate& update, const Verdict* verdict) {
   if (update.span.count == 0) return {};
-  HYBRIDOPT_CHECK(update.span.count == update.shape.count());
+  HYBRIDOPT_CHECK(update.span.count == MatrixPart({0, update.shape, update.runs}).extent());
   HYBRIDOPT_CHECK(reinterpret_cast<uintptr_t>(update.workspace) % kAlignment == 0);
   HYBRIDOPT_TRY(Open());
   HYBRIDOPT_TRY(Divide(stream, update, verdict));

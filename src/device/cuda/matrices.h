@@ -70,6 +70,8 @@ class Matrices {
   Status Multiply(StreamHandle stream, const ProductShape& shape, const Operands& operands,
                   void* workspace);
   Status Orthogonalize(StreamHandle stream, const MatrixUpdate& update);
+  Status UpdateMomenta(StreamHandle stream, const MatrixUpdate& update, const Verdict* verdict,
+                       uint16_t* u);
   Status Divide(StreamHandle stream, const MatrixUpdate& update, const Verdict* verdict);
   Status Apply(StreamHandle stream, const MatrixUpdate& update);
 
