@@ -397,7 +397,7 @@ bool HasAvx2() {
          __builtin_cpu_supports("fma") && HasF16c();
 }
 
-bool HasAvx512() {
+[[maybe_unused]] bool HasAvx512() {
   return HasAvx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
 }

@@ -9,9 +9,15 @@
 // SSE has no fused multiply-add. AVX3_DL has no instruction that is used here. AVX-512's
 // instructions for bf16 flush denormals to zero. HWY_SVE works with vectors of any length: SVE2 and
 // the targets for one length have no instruction that is used here either.
+// A build with sanitizers has one target, AVX2: they make each take minutes to compile.
+#ifdef HYBRIDOPT_ONE_SIMD_TARGET
+#define HYBRIDOPT_SKIPPED_TARGETS HWY_AVX3
+#else
+#define HYBRIDOPT_SKIPPED_TARGETS 0
+#endif
 #define HWY_DISABLED_TARGETS                                                              \
   (HWY_SSSE3 | HWY_SSE4 | HWY_AVX3_DL | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | \
-   HWY_WASM | HWY_WASM_EMU256)
+   HWY_WASM | HWY_WASM_EMU256 | HYBRIDOPT_SKIPPED_TARGETS)
 
 #ifdef __FAST_MATH__
 #error "The arithmetic is exact: build without -ffast-math."
