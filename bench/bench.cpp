@@ -16,6 +16,7 @@ struct Instead {
   bool gpu_executors = false;
   bool optimizers = false;
   bool saves = false;
+  bool disk = false;
 };
 
 Report Measure(const Settings& settings, const Instead& instead) {
@@ -34,6 +35,8 @@ Report Measure(const Settings& settings, const Instead& instead) {
     MeasureOptimizers(settings, report);
   } else if (instead.saves) {
     MeasureSaves(settings, report);
+  } else if (instead.disk) {
+    MeasureDisk(settings, report);
   } else {
     MeasureAdamW28(settings, report);
     MeasureOverhead(settings, report);
@@ -76,6 +79,11 @@ int main(int argc, char** argv) {
       ->excludes("--gpu")
       ->excludes("--gpu-executors")
       ->excludes("--optimizers");
+  app.add_flag("--disk", instead.disk, "measure steps with state on disk instead")
+      ->excludes("--gpu")
+      ->excludes("--gpu-executors")
+      ->excludes("--optimizers")
+      ->excludes("--saves");
   app.add_option("--gpu-elements", settings.gpu_elements,
                  "elements of the whole steps on the GPU; takes 40 bytes of host memory each")
       ->check(CLI::Range(uint64_t{1} << 20, uint64_t{1} << 40))
@@ -84,10 +92,11 @@ int main(int argc, char** argv) {
                  "elements of a chunk on the GPU; 0: as the library chooses")
       ->capture_default_str();
   app.add_option("--checkpoint-mib", settings.checkpoint_mib,
-                 "MiB of state to save and load; 0 leaves that out")
+                 "MiB of state to save and load, or on disk; 0 leaves saves and loads out")
       ->check(CLI::Range(uint64_t{0}, uint64_t{1} << 24))
       ->capture_default_str();
-  app.add_option("--checkpoint-dir", settings.checkpoint_dir, "where checkpoints are written")
+  app.add_option("--checkpoint-dir", settings.checkpoint_dir,
+                 "where checkpoints and state on disk are written")
       ->check(CLI::ExistingDirectory)
       ->capture_default_str();
   app.add_flag("--json", json, "print one JSON object instead of the table");

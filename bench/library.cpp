@@ -54,6 +54,8 @@ offload_optimizer_t Create(const Context& context, const Optimizer::Lifecycle& l
   options.staging_slots = lifecycle.staging_slots;
   options.stream_ring_bytes = lifecycle.stream_ring_bytes;
   options.save_buffer_bytes = lifecycle.save_buffer_bytes;
+  options.disk_fraction = lifecycle.disk_fraction;
+  options.disk_paths = lifecycle.disk_paths;
   options.master_layout = layout.masters;
   options.moment_dtype = layout.moments;
   Require(offload_optimizer_create(context.get(), &options, &optimizer),

@@ -58,13 +58,15 @@ class Optimizer {
     uint32_t staging_slots = 0;
     uint64_t stream_ring_bytes = 0;
     uint64_t save_buffer_bytes = 0;
+    double disk_fraction = 0;
+    const char* disk_paths = nullptr;
   };
   struct Layout {
     int32_t masters;  // enum offload_master_layout
     int32_t moments;  // enum offload_dtype
   };
   Optimizer(const Context& context, void* data, const void* grad, const Shape& shape,
-            const Lifecycle& lifecycle = {0, 0, 0, OFFLOAD_EXECUTORS_AUTO, 0, 0, 0},
+            const Lifecycle& lifecycle = {0, 0, 0, OFFLOAD_EXECUTORS_AUTO, 0, 0, 0, 0, nullptr},
             const Layout& layout = {OFFLOAD_MASTER_FP32, OFFLOAD_FP32});
   // Creates params of these element counts, each at the next cache line of the arrays.
   Optimizer(const Context& context, void* data, const void* grad, std::span<const uint64_t> counts,

@@ -48,10 +48,15 @@ void MeasureGpu(const Settings& settings, Report& report);
 // (gpu_executors.cpp).
 void MeasureGpuExecutors(const Settings& settings, Report& report);
 
-// Saves and loads, compared with plain readers and writers of as many bytes (checkpoint.cpp).
+// Saves and loads, compared with plain readers and writers of as many bytes
+// (storage/checkpoint.cpp).
 void MeasureCheckpoint(const Settings& settings, Report& report);
 
-// Steps behind a save, with buffers of several sizes (checkpoint.cpp).
+// Steps behind a save, with buffers of several sizes (storage/checkpoint.cpp).
 void MeasureSaves(const Settings& settings, Report& report);
+
+// A step with all state on disk, compared with plain readers and writers of as many bytes
+// (storage/disk.cpp).
+void MeasureDisk(const Settings& settings, Report& report);
 
 }  // namespace bench

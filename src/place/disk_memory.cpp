@@ -117,8 +117,8 @@ DiskMemory::DiskMemory(Context& context, const StateShape& shape, const ChunkTab
       record_of_fragment_(chunks.fragments.size(), kNone),
       first_fragment_(shape.params.size()),
       end_fragment_(shape.params.size()),
-      slots_(sizes_.slots, SlotState::kFree),
-      jobs_(sizes_.slots) {
+      slots_(sizes_.slots, SlotState::kFree) {
+  for (Queue* const queue : {&reads_, &writes_}) queue->jobs.resize(sizes_.slots * kStateSlots);
   pass_.reserve(sizes_.records);
   ListRecords();
 }
@@ -224,19 +224,12 @@ Status DiskMemory::WriteArea(uint32_t record, uint32_t slot, const std::byte* fr
   return {};
 }
 
-Status DiskMemory::Run(const Job& job, Content content) {
-  std::byte* const memory = MemoryOf(records_[job.record].slot);
-  for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
-    const uint64_t bytes = records_[job.record].areas[slot].bytes;
-    if (bytes == 0) continue;
-    std::byte* const area = memory + begins_[slot];
-    if (job.writes)
-      HYBRIDOPT_TRY(WriteArea(job.record, slot, area));
-    else if (content == Content::kNew)
-      std::memset(area, 0, bytes);
-    else
-      HYBRIDOPT_TRY(ReadArea(job.record, slot, area));
-  }
+Status DiskMemory::Run(const Job& job, bool writes, Content content) {
+  const Record& record = records_[job.record];
+  std::byte* const area = MemoryOf(record.slot) + begins_[job.slot];
+  if (writes) return WriteArea(job.record, job.slot, area);
+  if (content == Content::kStored) return ReadArea(job.record, job.slot, area);
+  std::memset(area, 0, record.areas[job.slot].bytes);
   return {};
 }
 
@@ -257,11 +250,26 @@ void DiskMemory::Begin(FunctionRef<bool(uint32_t chunk)> wanted, Content content
   ReadAhead();
 }
 
-void DiskMemory::Add(const Job& job) {
-  HYBRIDOPT_CHECK(jobs_added_ - jobs_done_ < jobs_.size());
-  slots_[records_[job.record].slot] = SlotState::kBusy;
-  jobs_[jobs_added_++ % jobs_.size()] = job;
+void DiskMemory::Add(uint32_t record, bool writes) {
+  Record& added = records_[record];
+  HYBRIDOPT_CHECK(added.under_way == 0);
+  slots_[added.slot] = SlotState::kBusy;
+  under_way_ += 1;
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot) {
+    if (added.areas[slot].bytes == 0) continue;
+    (writes ? writes_ : reads_).Add({record, slot});
+    added.under_way += 1;
+  }
+  if (added.under_way == 0) Finish(record, writes);  // its params have no state at all
   changed_.notify_all();
+}
+
+void DiskMemory::Finish(uint32_t record, bool wrote) {
+  under_way_ -= 1;
+  slots_[records_[record].slot] = wrote ? SlotState::kFree : SlotState::kReady;
+  if (!wrote) return;
+  records_[record].slot = kNone;
+  ReadAhead();
 }
 
 // Reads the next records into the slots that are free.
@@ -270,7 +278,7 @@ void DiskMemory::ReadAhead() {
     if (slots_[slot] != SlotState::kFree) continue;
     const uint32_t record = pass_[next_++];
     records_[record].slot = slot;
-    Add({record, false});
+    Add(record, false);
   }
 }
 
@@ -303,13 +311,13 @@ void DiskMemory::Updated(uint32_t chunk) {
   const uint32_t record = InPass(chunk);
   if (record == kNone) return;
   std::lock_guard lock(mutex_);
-  Add({record, true});
+  Add(record, true);
 }
 
 Status DiskMemory::End() {
   std::unique_lock lock(mutex_);
   next_ = pass_.size();
-  changed_.wait(lock, [&] { return jobs_done_ == jobs_added_; });
+  changed_.wait(lock, [&] { return under_way_ == 0; });
   for (const uint32_t record : pass_) {
     records_[record].slot = kNone;
     records_[record].in_pass = false;
@@ -321,23 +329,20 @@ Status DiskMemory::End() {
 void DiskMemory::Loop() {
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [&] { return stopping_ || jobs_taken_ < jobs_added_; });
+    changed_.wait(lock, [&] { return stopping_ || !writes_.empty() || !reads_.empty(); });
     if (stopping_) return;
-    const Job job = jobs_[jobs_taken_++ % jobs_.size()];
+    const bool writes = !writes_.empty();
+    const Job job = (writes ? writes_ : reads_).Take();
     const Content content = content_;
     Status status = failure_;
     if (status.ok()) {
       lock.unlock();
-      status = CatchExceptions("state on disk", [&] { return Run(job, content); });
+      status = CatchExceptions("state on disk", [&] { return Run(job, writes, content); });
       if (!status.ok()) status = Failure(std::move(status), job.record);
       lock.lock();
     }
     if (failure_.ok()) failure_ = std::move(status);
-    const uint32_t slot = records_[job.record].slot;
-    slots_[slot] = job.writes ? SlotState::kFree : SlotState::kReady;
-    if (job.writes) records_[job.record].slot = kNone;
-    jobs_done_ += 1;
-    ReadAhead();
+    if (--records_[job.record].under_way == 0) Finish(job.record, writes);
     changed_.notify_all();
   }
 }

@@ -11,8 +11,11 @@
 // threads read records ahead into free slots, the caller waits for one, updates it there, and the
 // threads write it back while the caller goes on.
 //
-//   threads   read 0 | read 1 | read 2 | write 0, read 3 | write 1 ...
+//   threads   read 0 | read 1 | write 0, read 2 | write 1, read 3 ...
 //   caller           | update 0        | update 1        | update 2 ...
+//
+// The threads take areas, and those to write first: a drive is fastest when it reads and writes at
+// once, so that writes must not wait until the ring has been read full.
 //
 // Hold brings a single area into memory, for code that reads or writes the state of one param
 // after the other: saves, loads, and calls that read and write state.
@@ -120,7 +123,8 @@ class DiskMemory {
   };
   struct Record {
     std::array<Area, kStateSlots> areas;
-    uint32_t slot = kNone;  // of the ring
+    uint32_t slot = kNone;   // of the ring
+    uint32_t under_way = 0;  // areas that are being read or written
     bool in_pass = false;
   };
   // Where areas begin in a record; the last one is the record's end.
@@ -128,7 +132,16 @@ class DiskMemory {
   enum class SlotState : uint8_t { kFree, kBusy, kReady };
   struct Job {
     uint32_t record;
-    bool writes;
+    uint32_t slot;  // of the area
+  };
+  // Jobs in the order in which they were added; there is room for the areas of all slots.
+  struct Queue {
+    std::vector<Job> jobs;
+    uint64_t added = 0;
+    uint64_t taken = 0;
+    bool empty() const { return taken == added; }
+    void Add(const Job& job) { jobs[added++ % jobs.size()] = job; }
+    Job Take() { return jobs[taken++ % jobs.size()]; }
   };
   struct Held {
     uint32_t record = kNone;
@@ -153,11 +166,12 @@ class DiskMemory {
   Status ReadArea(uint32_t record, uint32_t slot, std::byte* into);
   Status WriteArea(uint32_t record, uint32_t slot, const std::byte* from);
   Status WriteHeld(uint32_t slot);
-  Status Run(const Job& job, Content content);
+  Status Run(const Job& job, bool writes, Content content);
   Status Failure(Status cause, uint32_t record) const;
   // These with mutex_ held.
   bool HasCome(uint32_t record) const;  // or the pass has failed
-  void Add(const Job& job);
+  void Add(uint32_t record, bool writes);
+  void Finish(uint32_t record, bool wrote);
   void ReadAhead();
   // On a thread.
   void Loop();
@@ -181,10 +195,8 @@ class DiskMemory {
   std::mutex mutex_;  // guards all below, and Record::slot
   std::condition_variable changed_;
   std::vector<SlotState> slots_;
-  std::vector<Job> jobs_;  // as many as slots: a ring
-  uint64_t jobs_added_ = 0;
-  uint64_t jobs_taken_ = 0;
-  uint64_t jobs_done_ = 0;
+  Queue reads_, writes_;
+  uint32_t under_way_ = 0;      // records that are being read or written
   std::vector<uint32_t> pass_;  // records, in order
   size_t next_ = 0;             // of pass_, to be read
   Content content_ = Content::kStored;
