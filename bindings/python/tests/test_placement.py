@@ -349,6 +349,20 @@ def test_a_loaded_master_does_not_replace_a_param_that_differs(layout, tmp_path)
     assert everything(*pairs[0]) == everything(*pairs[1])
 
 
+@pytest.mark.parametrize("options", LAYOUTS)
+def test_state_that_hooks_take_over_in_a_backward_pass_leaves_params_as_they_are(options, tmp_path):
+    """Autograd refuses a param that something has written since the forward pass."""
+    pairs = [made(tmp_path, share, **options) for share in (1.0, 0)]
+    for optimizer, model in pairs:
+        optimizer.hook_gradients()
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model(torch.randn(5, 40).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+    assert everything(*pairs[0]) == everything(*pairs[1])
+
+
 def test_a_step_lets_copies_go_and_a_look_makes_new_ones(tmp_path):
     optimizer, model = made(tmp_path, 1.0, steps=range(2))
     param = model[0].weight

@@ -73,7 +73,7 @@ class StateMemory:
         numbers = numbers.float().contiguous()
         self._handle.write_state(slot.id, _numbers_of(kind), first, view.disk_count, numbers.data_ptr())
         if before is not None:
-            slot.bound.copy_(before)
+            slot.bound.data.copy_(before)  # a backward pass may run, and sees no write
 
     def write(self, slot: Slot, kind: int, value: Tensor) -> None:
         """Replaces one kind of state by a tensor like those that show() returns."""
