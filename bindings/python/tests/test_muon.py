@@ -931,8 +931,9 @@ def saves(rank, world, folder):
     optimizer = hybridopt.ShardedMuon(groups_of(module), **SPLIT)
     assert not optimizer.state and not optimizer.state_dict()["state"]
     train(module, optimizer, range(3))
-    at_home = {entry["home"] for entry in optimizer.state.values() if "home" in entry}
-    assert at_home == {cut.home for cut in optimizer.homes}
+    shown = optimizer.state[module.up.weight]
+    assert shown["momentum_buffer"].device.type == shown["master_low"].device.type == "meta"
+    assert shown["master_low"].shape == (14, 10, 2) and shown["master_low"].placements == module.up.weight.placements
     weights, state = get_state_dict(module, optimizer)
     assert all(isinstance(entry["master_low"], DTensor) for entry in state["state"].values())
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "sharded")
@@ -1022,6 +1023,17 @@ def clips_and_skips(rank, world):
 
 def test_all_ranks_clip_and_skip_alike():
     assert len(set(ranks.run(clips_and_skips, 2))) == 1
+
+
+def test_without_ranks_it_is_muon():
+    results = []
+    for cls in (hybridopt.Muon, hybridopt.ShardedMuon):
+        module = block()
+        optimizer = cls(groups_of(module), **OPTIONS)
+        train(module, optimizer, range(2))
+        results.append((digest(module), state_bits(optimizer)))
+    assert results[0] == results[1]
+    assert str(optimizer.homes) == "no matrix is cut between ranks"
 
 
 def scaled(rank, world):

@@ -90,6 +90,30 @@ def test_overlap_gives_the_same_bits():
     assert made[0] == made[1]
 
 
+def muon_config(**options):
+    """Muon for the matrices of two layers, AdamW for the rest: two optimizers."""
+    groups = [ParamGroupConfig(pattern=r"^[02]\.weight$", optimizer_name="Muon", optimizer_kwargs={"lr": 0.02, "weight_decay": 0.0})]
+    return OffloadOptimizersContainer.Config(param_groups=[*groups, *default_adamw(lr=1e-2).param_groups], **options)
+
+
+def test_muon_updates_the_matrices_that_its_pattern_names():
+    made, followers = model_of(), model_of()
+    optimizers = muon_config(offload={"threads": 1}).build(model_parts=[made])
+    assert [type(each).__name__ for each in optimizers] == ["ShardedMuon", "AdamW"]
+    matrices = [followers[0].weight, followers[2].weight]
+    others = [param for param in followers.parameters() if all(param is not matrix for matrix in matrices)]
+    plain = [hybridopt.Muon(matrices, lr=0.02, weight_decay=0.0, threads=1), hybridopt.AdamW(others, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), threads=1)]
+    for seed in range(3):
+        train(made, optimizers, [seed])
+        for each in plain:
+            each.zero_grad()
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        followers(x).float().square().mean().backward()
+        for each in plain:
+            each.step()
+    assert bits(made.parameters()) == bits(followers.parameters())
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -103,14 +127,14 @@ def test_what_does_not_fit_is_refused(options, message):
         config.build(model_parts=[model_of()])
 
 
-def two_ranks(rank, world, folder, steps, action):
+def two_ranks(rank, world, folder, steps, action, config=config_of):
     """Trains, and before or after the training loads or saves what torchtitan's checkpointer does."""
     from torch.distributed.fsdp import fully_shard
 
     model = model_of()
     fully_shard(model[0])
     fully_shard(model)
-    optimizers = config_of(offload={"max_grad_norm": 0.5}).build(model_parts=[model])
+    optimizers = config(offload={"max_grad_norm": 0.5}).build(model_parts=[model])
     schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=8)
     if action == "load":
         states = {"model": model.state_dict(), "optimizer": optimizers, "lr_scheduler": schedulers}
@@ -123,9 +147,10 @@ def two_ranks(rank, world, folder, steps, action):
     return bits(param.full_tensor() for param in model.parameters())
 
 
-def test_checkpoints_over_fsdp2_go_on_with_the_same_bits(tmp_path):
-    whole = ranks.run(two_ranks, 2, "", range(5), "")
-    ranks.run(two_ranks, 2, str(tmp_path), range(3), "save")
-    resumed = ranks.run(two_ranks, 2, str(tmp_path), range(3, 5), "load")
+@pytest.mark.parametrize("config", [config_of, muon_config])
+def test_checkpoints_over_fsdp2_go_on_with_the_same_bits(config, tmp_path):
+    whole = ranks.run(two_ranks, 2, "", range(5), "", config)
+    ranks.run(two_ranks, 2, str(tmp_path), range(3), "save", config)
+    resumed = ranks.run(two_ranks, 2, str(tmp_path), range(3, 5), "load", config)
     assert resumed == whole
-    assert whole[0] != ranks.run(two_ranks, 2, "", range(3), "")[0]
+    assert whole[0] != ranks.run(two_ranks, 2, "", range(3), "", config)[0]

@@ -16,6 +16,7 @@ from torch import nn, optim
 from torchtitan.components.optimizer import OptimizersContainer
 
 from ..optimizers import algorithms
+from ..optimizers.sharded_muon import ShardedMuon
 
 __all__ = ["OffloadOptimizersContainer"]
 
@@ -25,7 +26,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-NAMES = ("AdamW", "Adam", "SGD", "Lion", "Signum", "Adagrad")
+NAMES = ("AdamW", "Adam", "SGD", "Lion", "Signum", "Adagrad", "Muon")
 
 
 class OffloadOptimizersContainer(OptimizersContainer):
@@ -47,6 +48,8 @@ class OffloadOptimizersContainer(OptimizersContainer):
                 f"Optimizer {name} is none of hybridopt, expected one of {', '.join(NAMES)}; use "
                 "torchtitan's OptimizersContainer for it"
             )
+        if name == "Muon":
+            return ShardedMuon  # FSDP2 cuts matrices between ranks
         factory: Callable[..., optim.Optimizer] = getattr(algorithms, name)
         return factory
 

@@ -83,6 +83,10 @@ class _Cut:
         homes.gather(self.cut, part.to(dtype), whole)
         set_gradient(self.whole, whole)
 
+    def without_memory(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Tensors that tell the names, dtypes and shapes of the state of this rank's part."""
+        return {key: home_state.without_memory(self.cut, self.param, value) for key, value in entry.items()}
+
     def scatter(self) -> None:
         homes.scatter(self.cut, self.whole.detach(), self.part)
 
@@ -208,13 +212,13 @@ class ShardedMuon(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> Mapping[Tensor, dict[str, Any]]:
-        """Per param, as of hybridopt.Muon; but a matrix that ranks share shows its home alone, because only that rank has
-        its state. state_dict() has all state, and load_state_dict() takes it."""
-        home_of = {each.whole: each for each in self._cuts}
+        """Per param, as of hybridopt.Muon; but of a matrix that ranks share it has tensors without memory (on "meta"), because
+        only the home has its state. state_dict() has all state, and load_state_dict() takes it."""
+        cut_of = {each.whole: each for each in self._cuts}
         entries: dict[Tensor, dict[str, Any]] = {}
         for param, entry in self._local.state.items():
-            each = home_of.get(param)
-            entries[param if each is None else each.param] = entry if each is None else {"home": each.cut.home}
+            each = cut_of.get(param)
+            entries[param if each is None else each.param] = entry if each is None else each.without_memory(entry)
         return MappingProxyType(entries)
 
     @state.setter
@@ -368,8 +372,10 @@ def _cut_in(group: dict[str, Any], index: int) -> list[tuple[CutMatrix, DTensor]
     if named_algorithm(index, group) not in (None, abi.OFFLOAD_MUON):
         return []
     found = []
+    names = group.get("param_names")
     for place, entry in enumerate(group["params"]):
-        name, param = entry if isinstance(entry, tuple) else (f"param_groups.{index}.{place}", entry)
+        known = f"param_groups.{index}.{place}" if names is None else names[place]
+        name, param = entry if isinstance(entry, tuple) else (known, entry)
         is_stack = bool(group.get("stacked")) and param.ndim == 3
         if isinstance(param, DTensor) and (is_stack or param.ndim == 2) and cut_by(param, is_stack):
             found.append((homes.cut_matrix_of(name, param), param))

@@ -30,6 +30,12 @@ def in_shards(
     return [_shards(cut, params[i], entries[i], layouts[i]) for i, cut in enumerate(cuts)]
 
 
+def without_memory(cut: CutMatrix, param: DTensor, value: Tensor) -> DTensor:
+    """A DTensor on "meta" in place of a shard of a state tensor. `value` is that of the home, or one without elements."""
+    shape = (*cut.extents(dist.get_rank()), *value.shape[len(cut.shape) :])
+    return as_dtensor(torch.empty(shape, dtype=value.dtype, device="meta"), param)
+
+
 def at_homes(
     cuts: list[CutMatrix], params: list[DTensor], entries: list[Entry], group: dist.ProcessGroup | None
 ) -> list[Entry]:

@@ -171,7 +171,7 @@ def _dtype_of(cut: CutMatrix, of_rank: dict[int, torch.dtype | None]) -> torch.d
 
 
 def check_group(cuts: Sequence[CutMatrix], group: dist.ProcessGroup | None) -> None:
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if cuts else []
     for cut in cuts:
         if not set(cut.runs) <= set(ranks):
             raise ValueError(
