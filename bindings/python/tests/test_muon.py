@@ -8,6 +8,8 @@ import io
 import math
 import os
 import re
+import sys
+import types
 
 import pytest
 import ranks
@@ -638,6 +640,24 @@ def test_sharded_matrices_are_refused_and_replicated_ones_are_not(mesh):
     stack = Parameter(DTensor.from_local(torch.ones(2, 2, 3), mesh, [Shard(1)], run_check=False))
     with pytest.raises(ValueError, match="needs whole matrices; use hybridopt.ShardedMuon, which"):
         hybridopt.Muon([{"params": [("x", stack)], "stacked": True}])
+
+
+def test_tensor_parallel_matrices_of_megatron_are_refused(monkeypatch):
+    state = types.SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        get_tensor_model_parallel_world_size=lambda: 2,
+        get_expert_tensor_parallel_world_size=lambda: 1,
+    )
+    param = Parameter(torch.ones(2, 3))
+    param.tensor_model_parallel = True
+    hybridopt.Muon([param])
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    text = r"parameter 'x' is cut between ranks \(by Megatron-LM, over 2 tensor parallel ranks\), but Muon needs whole"
+    for kind in (hybridopt.Muon, hybridopt.ShardedMuon):
+        with pytest.raises(ValueError, match=text):
+            kind([("x", param)])
+    param.allreduce = False  # an expert, which one rank has whole
+    hybridopt.Muon([("x", param)])
 
 
 def test_parts_of_matrices_are_refused():

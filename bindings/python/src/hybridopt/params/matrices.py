@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 from torch import Tensor
@@ -75,6 +76,8 @@ def cut_by(param: Tensor, is_stack: bool = False) -> str:
     All ranks answer alike, also those whose part is the whole by chance."""
     if getattr(param, "_fsdp_flattened", False):
         return "by FullyShardedDataParallel, FSDP1"
+    if getattr(param, "tensor_model_parallel", False) and (ranks := _megatron_ranks(param)) > 1:
+        return f"by Megatron-LM, over {ranks} tensor parallel ranks"
     if not is_spread(param):
         return ""
     from . import sharding  # which imports much
@@ -94,3 +97,14 @@ def cut_by(param: Tensor, is_stack: bool = False) -> str:
         for size, placement in parts
     )
     return "" if has_all else f"a DTensor with the placements {param.placements}"
+
+
+def _megatron_ranks(param: Tensor) -> int:
+    """The ranks over which Megatron-LM cuts tensor parallel params such as this one, which it also marks where one rank
+    has all of them."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return 1
+    if getattr(param, "allreduce", True):  # False for experts
+        return state.get_tensor_model_parallel_world_size()
+    return state.get_expert_tensor_parallel_world_size()
