@@ -14,7 +14,7 @@ class TakeMemory:
     is written, which takes a large part of the time of a take."""
 
     def __init__(self) -> None:
-        self._bytes = 0  # that the last take with changed elements has used
+        self._bytes = 0  # that the last takes have used
         self._memory: Tensor | None = None
         self._lent: weakref.ref[Loan] | None = None
 
@@ -30,8 +30,8 @@ class TakeMemory:
         return loan
 
     def note_used(self, used: int) -> None:
-        """Tells how many bytes a take has used."""
-        self._bytes = used or self._bytes
+        """Tells how many bytes a take has used. One small take does not give up memory that the next large one needs."""
+        self._bytes = max(used, self._bytes // 2)
 
 
 class Loan:
