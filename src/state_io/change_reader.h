@@ -31,8 +31,7 @@ struct ChangeTarget {
   const ChangeIndices* indices = nullptr;  // NULL: the param is not read
   std::byte* indices_at = nullptr;
   std::byte* values_at = nullptr;
-  uint64_t* pending =
-      nullptr;  // where the bits of a param on the device are written to; NULL: nowhere
+  uint64_t* pending = nullptr;  // where bits of a param on the device are written; NULL: nowhere
 };
 
 // What a survey has found about a param.
