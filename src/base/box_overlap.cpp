@@ -22,8 +22,8 @@ int64_t EndOf(const Box& box, uint32_t d) { return box.offset[d] + box.size[d]; 
 // one dimension compares intervals [begin, end) of boxes with points: a point is where another box
 // begins. The search recurses on halves of the points. An interval that contains all points of a
 // half overlaps the boxes of these points in this dimension; this interval goes on to the search in
-// the next dimension. An interval that contains only some points of a half begins or ends between
-// these points, so it does that in few halves.
+// the next dimension. An interval that contains only some points of a half has an end between them;
+// at each depth this happens in at most two halves.
 class Searcher {
  public:
   Searcher(std::span<const Box> boxes, uint32_t dimensions) : boxes_(boxes) {

@@ -259,7 +259,7 @@ Result<std::vector<std::string>> CheckpointsIn(system::Files& files, const std::
   std::sort(names.begin(), names.end());
   std::vector<std::string> paths;
   for (const std::string& name : names) {
-    // Names that begin with a point are directories of unfinished saves.
+    // Names that begin with a dot are directories of unfinished saves.
     if (name[0] == '.') continue;
     const std::string path = directory + "/" + name;
     const std::string manifest_path = path + "/" + kManifestFile;

@@ -87,8 +87,8 @@ NumaPolicy ChooseNumaPolicy(const NumaPolicyAsked& asked, const Result<Numa>& nu
   }
   const Status status = numa.ok() ? PlaceNear(asked, numa.value(), &chosen) : numa.status();
   if (!status.ok()) chosen.note += "memory is not placed: " + status.message() + "; ";
-  // If threads of several nodes share each chunk, each thread updates pieces of about 100 KiB: most
-  // pages of 2 MiB would be on another node than their thread.
+  // If threads of several nodes share each chunk, each updates pieces of about 100 KiB at a time: a
+  // page of 2 MiB would serve threads of several nodes.
   chosen.state.huge_pages = asked.threads.size() == 1 || !asked.shares_chunks;
   return chosen;
 }

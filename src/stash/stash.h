@@ -49,7 +49,7 @@ class Stash {
   Status Wait(offload_stash_ticket_t ticket, int64_t timeout_ns);
   Result<offload_stash_stats_t> Stats();
 
-  // Makes all Waits return and finishes the copies, for at most device_timeout_ns.
+  // Makes all Waits return; waits device_timeout_ns at most for each stream's copies.
   Status Close();
 
  private:

@@ -18,7 +18,7 @@ constexpr uint64_t kTileBytesMost = kChangeTileElements * (sizeof(uint32_t) + si
 
 }  // namespace
 
-// Where the device is full, smaller slots do too: batches are only shorter.
+// If the device is too full, the slots are made smaller: only batches shrink.
 Result<ChangeSlots> ChangeSlots::Create(Context& context, uint64_t tiles, bool host_bits) {
   Device& device = context.device();
   ChangeSlots made;

@@ -116,7 +116,6 @@ std::vector<int64_t> StoredShape(const Shard& shard);
 // each array is aligned to its elements; otherwise the order is that of the manifest. Sets bytes,
 // data_begin and head_hash of the files, and returns the heads as bytes. All other fields except
 // hashes must be set before.
-// be set before.
 Result<std::vector<std::string>> LayOutFiles(Manifest* manifest);
 
 // The heads that the files of this manifest must have.

@@ -151,8 +151,8 @@ void Trace::Collect() {
   CollectLocked();
 }
 
-// In the order in which the work began, up to work that is under way. Streams are far from idle
-// when a step has many chunks, so what is behind that work waits for the next call.
+// Collects work in the order in which it began, up to the first that is under way: with many chunks
+// the streams are rarely idle. The next call continues there.
 void Trace::CollectLocked() {
   for (; collected_ < begun_; ++collected_) {
     Work& work = works_[collected_ % works_.size()];

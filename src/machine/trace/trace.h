@@ -168,9 +168,9 @@ class TraceRange : public TraceSpan {
   const ProfilerRange profiled_;
 };
 
-// What a stream does between two points in its queue: what is queued from here to End, or to the
-// end of the scope. End comes before the event for which others wait, so that they begin later than
-// the picture shows the end.
+// Records the work that is queued on a stream from here to End, or to the end of the scope. Call
+// End before recording the event for which others wait: then the trace does not show them as
+// beginning before this work ends.
 class TraceWork {
  public:
   TraceWork(Trace& trace, TraceRow row, StreamHandle stream, const char* name,

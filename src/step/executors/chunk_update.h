@@ -78,9 +78,9 @@ class ChunkUpdater {
     return shape.host_matrix_bytes > 0 ? shape.host_matrix_bytes + kWorkspaceAlignment : 0;
   }
 
-  // To be called before the workers begin to update these active elements of a chunk. While chunks
-  // of one optimizer follow each other, no worker begins one before it has ended its part of the
-  // chunk before, so that they may share a workspace.
+  // To be called before the workers begin to update these active elements of a chunk. A worker
+  // begins a chunk only after it has ended its part of the optimizer's previous chunk, so all
+  // chunks share one workspace.
   void Begin(const StepPlan& plan, uint32_t chunk, const WorkRange& range, ChunkWork& work) const;
   // One worker's part of that update.
   void Update(const HostStep& step, uint32_t chunk, const ChunkBuffers& buffers, ChunkWork& work,
@@ -88,8 +88,8 @@ class ChunkUpdater {
   // One worker's part of copying the state of a chunk back.
   void Restore(std::span<const Fragment> fragments, uint64_t element_count, const StateAreas& old,
                WorkPieces& pieces, uint32_t worker) const;
-  // Before the update of these elements: while a save runs, gives room to what it has still to
-  // read of them (Capture::PutAside). The update copies that there.
+  // To be called before the update of these elements: while a save runs, reserves room for what it
+  // still has to read of them (Capture::PutAside). The update copies that.
   void PutAside(const HostStep& step, uint32_t chunk, const WorkRange& range) const;
   // After it. If no worker has begun, nothing has been put aside.
   void Copied(const HostStep& step, uint32_t chunk, const WorkRange& range,

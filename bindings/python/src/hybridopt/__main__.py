@@ -1,5 +1,5 @@
-"""The `hybridopt` command, and `python -m hybridopt`: runs the program that the package brings along.
-HYBRIDOPT_TOOL names another one, as HYBRIDOPT_LIBRARY names another library."""
+"""The `hybridopt` command, and `python -m hybridopt`: runs the program that is installed with the package, or the
+program that HYBRIDOPT_TOOL names."""
 
 from __future__ import annotations
 

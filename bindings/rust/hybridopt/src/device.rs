@@ -20,7 +20,7 @@ pub(crate) struct DeviceMemory<'c> {
     pub(crate) address: *mut c_void,
 }
 
-// SAFETY: an address that only the library follows, under the context's lock.
+// SAFETY: only the library dereferences it, under the context's lock.
 unsafe impl Send for DeviceMemory<'_> {}
 unsafe impl Sync for DeviceMemory<'_> {}
 

@@ -1,5 +1,5 @@
-//! Keep optimizer state in host memory, wholly or in part, and step it there at the speed of the
-//! memory bus: the safe face of libhybridopt.
+//! Safe bindings to libhybridopt: optimizer state lives in host memory, wholly or in part, and is
+//! updated there at memory speed.
 //!
 //! ```
 //! use hybridopt::{Algorithm, Context, Group, Optimizer, Param, StepOptions};
@@ -115,8 +115,8 @@
 //! # Closures
 //!
 //! Log, progress, comm and stream closures run on the library's threads. A panic inside never
-//! reaches C: a comm closure that panics counts as failed, a progress closure's panic goes on where
-//! the call is waited for, the others' end with the closure.
+//! reaches C: in a comm closure it counts as a failure, in a progress closure it resumes in the
+//! thread that waits for the call, in the others it is dropped.
 #![deny(missing_docs, unsafe_op_in_unsafe_fn)]
 
 mod algorithm;

@@ -176,9 +176,9 @@ impl<'a> Param<'a> {
         self
     }
 
-    /// Muon updates each part of a fused matrix as a matrix of its own: the rows of each part. If
-    /// they add up to fewer rows than the matrix has, the list is repeated, and a part has its rows
-    /// of each repetition.
+    /// Muon updates each part of a fused matrix as a matrix of its own; `rows` has the rows of each
+    /// part. If their sum is less than the rows of the matrix, the list is repeated, and a
+    /// part has its rows of each repetition.
     pub fn split_rows(mut self, rows: &[u64]) -> Self {
         self.split_rows = rows.to_vec();
         self

@@ -1,4 +1,4 @@
-"""Runs functions outside of the modes of torch and Python, and finds the stream after whose work the library begins."""
+"""Runs functions with the modes of torch and Python switched off, and returns torch's current stream."""
 
 from __future__ import annotations
 

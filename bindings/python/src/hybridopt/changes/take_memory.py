@@ -30,7 +30,7 @@ class TakeMemory:
         return loan
 
     def note_used(self, used: int) -> None:
-        """Tells how many bytes a take has used. One small take does not give up memory that the next large one needs."""
+        """Notes the bytes that a take has used. After a small one lend() still plans half of what it planned before."""
         self._bytes = max(used, self._bytes // 2)
 
 

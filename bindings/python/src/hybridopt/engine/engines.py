@@ -211,7 +211,7 @@ class Engines:
     # ------------------------------------------------------------------------- hidden step counts --
 
     def _leave_state(self, engine: Engine, state: dict[Tensor, Any]) -> None:
-        """Keeps the state and the hidden step counts of an engine that ends, for the next engine with its params."""
+        """Keeps the state and hidden step counts of an engine that ends, for the next engine of these params."""
         known = {param: self.counts[param] for param in self.counts if dict.__contains__(state, param)}
         self.counts = {**known, **engine.hidden_counts(state)}
         engine.shown.leave_device()

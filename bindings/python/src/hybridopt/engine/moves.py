@@ -47,7 +47,7 @@ def check_nothing_offloaded(engine: Engine, why: str) -> None:
 
 
 def offload(engine: Engine, state: dict[Tensor, Any], params: bool, states: bool) -> None:
-    """Moves content to the host, except for what is there already, and frees the device memory."""
+    """Moves params and states to the host unless they are there, and frees the device memory."""
     streams = [engine.stream()]
     params_leave = params and engine.released_storages is None
     if params_leave:

@@ -188,7 +188,7 @@ class HookedModel:
                 self._attach_methods(module, waiter)
 
     def aliases(self) -> dict[Tensor, list[Tensor]]:
-        """Other tensors over the memory of params, which FSDP2 reads instead of the params."""
+        """By param: the other tensors on its memory, which FSDP2 reads instead of the param."""
         groups = (each for group in self._groups for each in group.fsdp_params)
         return {each.sharded_param: [each._sharded_param_data] for each in groups}
 

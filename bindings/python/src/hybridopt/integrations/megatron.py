@@ -79,8 +79,8 @@ def class_for(cpu_optimizer_cls: type[torch.optim.Optimizer] | None) -> type[Hyb
 
 
 class HybridDeviceOptimizer(OffloadOptimizer):
-    """The class that Megatron knows under this name. Megatron makes one object for all params, and then another for
-    this rank's shards of them. Memory is taken by the first step, or by the first checkpoint that is loaded."""
+    """The class that Megatron knows by this name. Megatron first makes an object for all params, and then one for this
+    rank's shards. So an object takes memory only at its first step, or when it first loads a checkpoint."""
 
     _shows_all_masters = False
     _has_wide_gradients = False

@@ -1,1 +1,1 @@
-"""The optimizers of users: torch's classes outside, an engine inside."""
+"""The optimizers that users make: torch's classes, with an engine."""

@@ -353,7 +353,7 @@ class Adagrad(OffloadOptimizer, torch.optim.Adagrad):
         lr (float or Tensor, default 1e-2): learning rate. A Tensor has one element.
         lr_decay (float, default 0): step k is made with lr / (1 + (k - 1) * lr_decay).
         weight_decay (float, default 0): L2 penalty, added to the gradient as weight_decay * param.
-        initial_accumulator_value (float, default 0): of the sums of squares before the first step.
+        initial_accumulator_value (float, default 0): the sums of squares before the first step.
         eps (float, default 1e-10): added to the root of the sum.
         maximize (bool, default False): ascends instead.
         differentiable (bool, default False): True is refused.

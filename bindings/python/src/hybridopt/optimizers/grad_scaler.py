@@ -1,4 +1,4 @@
-"""Reads the attributes of the optimizer by which torch.amp.GradScaler informs a step."""
+"""Reads the attributes that torch.amp.GradScaler sets on the optimizer for a step."""
 
 from __future__ import annotations
 

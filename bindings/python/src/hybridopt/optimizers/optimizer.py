@@ -248,8 +248,8 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
 
     def _ready_engine(self, binds_params: bool = True) -> Engine:
         """The engine, committed and up to date with params, groups and state. It is made even if there are no
-        gradients. With binds_params=False it does not bind params, for callers that read none: a stash may have put
-        some aside."""
+        gradients. Callers that read no params pass binds_params=False; then params that a stash has put aside may
+        stay there."""
         refuse_capture()
         engine = self._prepare(always=True)
         if engine is None:

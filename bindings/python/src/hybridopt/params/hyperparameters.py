@@ -21,8 +21,8 @@ TRIPLES_MOST = 10  # of the library
 # What Muon multiplies the learning rate of a matrix by, as update_rms of the library.
 ADJUSTMENTS = {None: 0.0, "original": 0.0, "match_rms_adamw": 0.2}
 
-# What a group that names its algorithm may leave out, beside lr, weight_decay and maximize, which all
-# algorithms have and which the optimizer's arguments give: the defaults of hybridopt's class of that name.
+# Default hyperparameters of each algorithm that a group may name, as in hybridopt's class for it. lr, weight_decay
+# and maximize are not here: every algorithm has them, and the optimizer's arguments give them.
 OWN_DEFAULTS: dict[int, dict[str, Any]] = {
     abi.OFFLOAD_ADAMW: {"betas": (0.9, 0.999), "eps": 1e-8},
     abi.OFFLOAD_ADAM: {"betas": (0.9, 0.999), "eps": 1e-8},

@@ -39,8 +39,8 @@ SHARD_ATTRIBUTE = "offload_shard"
 @dataclasses.dataclass(frozen=True)
 class TensorShard:
     """The part of a global tensor that a process holds: boxes (offsets, extents), and optionally a range of
-    the elements in them, counted through the boxes in order. This process updates a replica, but another
-    rank counts it in the norm and saves it."""
+    the elements in them, counted through the boxes in order. If `replica`, this process updates the part,
+    but another rank counts it in the norm and saves it."""
 
     global_shape: tuple[int, ...]
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]

@@ -24,8 +24,8 @@ MOST_GROUPS = 64
 
 
 class GlooGroup:
-    """A group, and the number of calls that this rank has made with it. If ranks have made different numbers of
-    calls, the next call of one rank would meet an older call of another."""
+    """A group, and the number of calls that this rank has made with it. If these numbers differ between ranks, gloo
+    matches a call of one rank with a different call of another."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # torch owns the group: it ends with destroy_process_group().

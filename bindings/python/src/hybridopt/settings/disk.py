@@ -1,4 +1,4 @@
-"""The options of state on disk: which directories, and what they do not go together with."""
+"""The options of state on disk: checks each of them, and refuses options that contradict."""
 
 from __future__ import annotations
 

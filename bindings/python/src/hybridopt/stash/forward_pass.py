@@ -15,8 +15,8 @@ from .clock import Clock
 
 
 class Record:
-    """The measurements of a range: when its save and its first use began and ended, as points of the clock. Between
-    these points streams may have waited for copies."""
+    """The measurements of a range: when its save and its first use began and ended, as points of the clock. The time
+    from begin to end may include waits for copies."""
 
     def __init__(self, block: Block, name: str, role: str, group: int) -> None:
         self.bytes = block.bytes

@@ -32,8 +32,8 @@ def wrap_as_megatron(stash: ActivationStash, layers: Iterable[nn.Module], config
     Args:
         stash (ActivationStash): for fine-grained modules it was made with model=, which has their names.
         layers (torch.nn.ModuleList or modules): all layers of the model, or of this rank's stage, in order.
-        config: has the fields of Megatron-LM's TransformerConfig, of which these are read; those that it lacks are as
-            Megatron-LM has them by default. cpu_offloading with cpu_offloading_num_layers (the first n layers),
+        config: an object with fields of Megatron-LM's TransformerConfig. A missing field has Megatron-LM's default.
+            The function reads: cpu_offloading with cpu_offloading_num_layers (the first n layers),
             cpu_offloading_activations, cpu_offloading_weights; fine_grained_activation_offloading with
             offload_modules (names for only(), in all layers but the last). cpu_offloading_double_buffering
             may have either value: copies are always double-buffered. CUDA graphs are refused.

@@ -53,7 +53,7 @@ def described(cls: type[Described], struct: abi.Struct, **extra: Any) -> Describ
 
 
 def _conversions_of(cls: type) -> list[tuple[str, Callable[[Any], Any] | None]]:
-    """The fields of a dataclass, and what makes a struct's value readable (None: it is readable)."""
+    """The fields of a dataclass, each with the converter of its value (None: it is not converted)."""
     conversions: list[tuple[str, Callable[[Any], Any] | None]] = []
     for field in dataclasses.fields(cls):
         if field.type == "dict[str, int]":
