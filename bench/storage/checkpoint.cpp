@@ -17,6 +17,7 @@
 
 #include "library.h"
 #include "pages.h"
+#include "storage/raw_file.h"
 #include "suites.h"
 
 namespace bench {
@@ -25,11 +26,6 @@ namespace {
 constexpr uint64_t kBlockBytes = uint64_t{8} << 20;
 constexpr uint32_t kDepth = 4;  // blocks in flight, for all contenders
 constexpr uint32_t kRoundsMax = 9;
-
-[[noreturn]] void Fail(const std::string& what) {
-  std::perror(("hybridopt_bench: " + what).c_str());
-  std::exit(1);
-}
 
 double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -53,22 +49,11 @@ int Open(const std::string& path, int flags) {
 // Reads or writes a file of `bytes` with as many threads as the library has, and does nothing else.
 void EachBlock(int file, uint64_t bytes, std::byte* memory, bool writing) {
   std::atomic<uint64_t> next = 0;
-  std::vector<std::thread> threads;
-  for (uint32_t i = 0; i < kDepth; ++i)
-    threads.emplace_back([&, i] {
-      for (uint64_t at; (at = next.fetch_add(kBlockBytes)) < bytes;) {
-        std::byte* const block = memory + i * kBlockBytes;
-        const uint64_t now = std::min(kBlockBytes, bytes - at);
-        for (uint64_t done = 0; done < now;) {
-          const auto offset = static_cast<off_t>(at + done);
-          const ssize_t moved = writing ? pwrite(file, block + done, now - done, offset)
-                                        : pread(file, block + done, now - done, offset);
-          if (moved <= 0) Fail("raw file");
-          done += static_cast<uint64_t>(moved);
-        }
-      }
-    });
-  for (std::thread& thread : threads) thread.join();
+  OnThreads(kDepth, [&](uint32_t thread) {
+    std::byte* const block = memory + thread * kBlockBytes;
+    for (uint64_t at; (at = next.fetch_add(kBlockBytes)) < bytes;)
+      (writing ? WriteBlock : ReadBlock)(file, block, std::min(kBlockBytes, bytes - at), at);
+  });
 }
 
 void WriteRaw(const std::string& path, uint64_t bytes, std::byte* memory) {

@@ -4,16 +4,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <filesystem>
-#include <functional>
-#include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "library.h"
 #include "pages.h"
+#include "storage/raw_file.h"
 #include "suites.h"
 
 namespace bench {
@@ -24,11 +21,6 @@ constexpr uint64_t kStateBytes = 3 * sizeof(float);  // of an element
 constexpr uint64_t kChunkElements = uint64_t{1} << 20;
 constexpr uint64_t kBlockBytes = kChunkElements * sizeof(float);
 constexpr uint32_t kThreads = 4;
-
-[[noreturn]] void Fail(const std::string& what) {
-  std::perror(("hybridopt_bench: " + what).c_str());
-  std::exit(1);
-}
 
 // A plain file without a name, for direct access.
 class RawFile {
@@ -46,46 +38,32 @@ class RawFile {
   // Each thread does the next block, until all are done.
   void Write() {
     Blocks next;
-    Run([&](uint32_t thread) { Each(next, thread, {&RawFile::WriteBlock}); });
+    OnThreads(kThreads, [&](uint32_t thread) { Each(next, thread, {&WriteBlock}); });
   }
   // Each thread reads the next block and writes it.
   void ReadAndWriteInTurns() {
     Blocks next;
-    Run([&](uint32_t thread) { Each(next, thread, {&RawFile::ReadBlock, &RawFile::WriteBlock}); });
+    OnThreads(kThreads, [&](uint32_t thread) { Each(next, thread, {&ReadBlock, &WriteBlock}); });
   }
   // Half of the threads read all blocks, the others write all of them.
   void ReadAndWriteBeside() {
     Blocks to_read, to_write;
-    Run([&](uint32_t thread) {
+    OnThreads(kThreads, [&](uint32_t thread) {
       if (thread % 2 == 0)
-        Each(to_read, thread, {&RawFile::ReadBlock});
+        Each(to_read, thread, {&ReadBlock});
       else
-        Each(to_write, thread, {&RawFile::WriteBlock});
+        Each(to_write, thread, {&WriteBlock});
     });
   }
 
  private:
   using Blocks = std::atomic<uint64_t>;
-  using Call = void (RawFile::*)(uint64_t block, std::byte* memory) const;
+  using Call = decltype(&ReadBlock);
 
-  static void Run(const std::function<void(uint32_t)>& work) {
-    std::vector<std::thread> threads;
-    for (uint32_t i = 0; i < kThreads; ++i) threads.emplace_back(work, i);
-    for (std::thread& thread : threads) thread.join();
-  }
   void Each(Blocks& next, uint32_t thread, const std::vector<Call>& calls) {
+    std::byte* const memory = memory_.at<std::byte>() + thread * kBlockBytes;
     for (uint64_t block; (block = next.fetch_add(1)) < blocks_;)
-      for (const Call call : calls)
-        (this->*call)(block, memory_.at<std::byte>() + thread * kBlockBytes);
-  }
-  void ReadBlock(uint64_t block, std::byte* memory) const {
-    const auto at = static_cast<off_t>(block * kBlockBytes);
-    if (pread(file_, memory, kBlockBytes, at) != static_cast<ssize_t>(kBlockBytes)) Fail("a read");
-  }
-  void WriteBlock(uint64_t block, std::byte* memory) const {
-    const auto at = static_cast<off_t>(block * kBlockBytes);
-    if (pwrite(file_, memory, kBlockBytes, at) != static_cast<ssize_t>(kBlockBytes))
-      Fail("a write");
+      for (const Call call : calls) call(file_, memory, kBlockBytes, block * kBlockBytes);
   }
 
   const uint64_t blocks_;

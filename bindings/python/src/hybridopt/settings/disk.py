@@ -6,28 +6,23 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..base.checks import is_number, listed, shown
-
-AUTO = "auto"
-
-
-def fraction_of(name: str, value: Any) -> float:
-    if not is_number(value) or not 0.0 <= value <= 1.0:
-        raise ValueError(f"Invalid {name}: {shown(value)}, expected 0.0 (no state on disk) to 1.0 (all of it)")
-    return float(value)
+from ..base.checks import listed, shown
+from .placement import AUTO
 
 
 def paths_of(name: str, value: Any) -> tuple[str, ...]:
     """The directories that the option names."""
-    paths = [value] if isinstance(value, (str, os.PathLike)) else listed(() if value is None else value)
-    texts = [os.fspath(path) if isinstance(path, (str, os.PathLike)) else None for path in paths or ()]
-    is_empty = value is not None and not texts
-    if paths is None or is_empty or not all(isinstance(text, str) and text and ":" not in text for text in texts):
+    if value is None:
+        return ()
+    paths = [value] if isinstance(value, (str, os.PathLike)) else listed(value) or ()
+    names = [os.fspath(path) if isinstance(path, (str, os.PathLike)) else None for path in paths]
+    texts = tuple(name for name in names if isinstance(name, str) and name and ":" not in name)
+    if not texts or len(texts) < len(names):
         raise ValueError(
             f"Invalid {name}: {shown(value)}, expected a directory, or several, one on each drive, without ':' in their "
             "names"
         )
-    return tuple(text for text in texts if isinstance(text, str))
+    return texts
 
 
 def joined(paths: Any) -> bytes | None:

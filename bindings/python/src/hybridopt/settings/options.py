@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import abi
-from ..base.checks import check_word, is_finite, is_whole, listed, shown
+from ..base.checks import check_word, is_finite, is_number, is_whole, listed, shown
 from ..ranks.local_ranks import check_local_rank, nodes_of
 from . import disk, placement
 
@@ -228,7 +228,7 @@ class OffloadOptions(TypedDict, total=False):
             """share of the state's elements that lives on disk, a part of offload_fraction: the last params. For state
             that does not fit into host memory. CPU threads update it. The same bits. `state` shows copies of it, which
             the next step lets go.""",
-            disk.fraction_of,
+            expect(lambda v: is_number(v) and 0.0 <= v <= 1.0, "0.0 (no state on disk) to 1.0 (all of it)"),
         ),
     ]
     disk_paths: Annotated[

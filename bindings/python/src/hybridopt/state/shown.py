@@ -84,9 +84,9 @@ class Shown:
                 view, is_live = self._state_memory.show(slot, kind)
                 if not is_live:
                     exhibit.copies[key] = view._version
-                    self._with_copies.add(slot)
-                    if self._state_memory.is_on_disk(slot):
+                    if slot not in self._with_copies and self._state_memory.is_on_disk(slot):
                         self._on_disk.add(slot)
+                    self._with_copies.add(slot)
                 exhibit.views[key] = like_param(view, slot.param)
         if self.shows_all_masters and slot.dtype == torch.float32:
             exhibit.views[MASTER] = slot.param.detach()
