@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import types
+import weakref
 
 import pytest
 import ranks
@@ -892,15 +893,15 @@ def refusals(rank, world):
     with pytest.raises(ValueError, match="'?x'?: placement .* is unsupported, expected Shard or Replicate"):
         hybridopt.ShardedMuon([("x", unknown)])
     cut = Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-    for option in ({"overlap": nn.Linear(1, 1)}, {"track_changes": True}):
-        with pytest.raises(ValueError, match="ShardedMuon does not support (overlap|track_changes)=.*; leave it out"):
-            hybridopt.ShardedMuon([("x", cut)], **option)
+    with pytest.raises(ValueError, match="ShardedMuon does not support track_changes=.*; leave it out"):
+        hybridopt.ShardedMuon([("x", cut)], track_changes=True)
+    with pytest.raises(TypeError, match=r"overlap is a int, expected the torch.nn.Module"):
+        hybridopt.ShardedMuon([("x", cut)], overlap=3)
     optimizer = hybridopt.ShardedMuon([("x", cut)], threads=1)
     assert str(optimizer.homes).startswith("x  4 x 4  rank 0 of 2  100.0% of the work")
     for call, text in (
-        (lambda: optimizer.overlap(nn.Linear(1, 1)), r"no overlap\(\), because params come back .* leave it out"),
         (optimizer.hook_gradients, r"no hook_gradients\(\), because gradients go to the homes .* leave it out"),
-        (optimizer.offload, r"no offload\(\), .* use set_offload_fraction\(1.0\)"),
+        (lambda: optimizer.offload(params=True), r"offloads no params and gradients, .* offload\(states=True\) .* alone"),
         (lambda: copy.deepcopy(optimizer), r"cannot be copied or pickled, .* load state_dict\(\) into it"),
         (lambda: setattr(optimizer, "state", {cut: {}}), r"cannot be assigned, .* use load_state_dict\(\)"),
         (lambda: optimizer.add_param_group({"params": [Parameter(torch.ones(2, 2))]}), "takes its groups when it is made"),
@@ -944,6 +945,7 @@ def train(module, optimizer, seeds):
 
 
 SPLIT = {**OPTIONS, "master_layout": "split"}
+SPLIT_STATE = {"master_layout": "split", "state_dtype": torch.bfloat16}
 
 
 def saves(rank, world, folder):
@@ -1054,6 +1056,11 @@ def test_without_ranks_it_is_muon():
         results.append((digest(module), state_bits(optimizer)))
     assert results[0] == results[1]
     assert str(optimizer.homes) == "no matrix is cut between ranks"
+    with optimizer.overlap(module):
+        module(torch.ones(1, 10))
+        train(module, optimizer, [2])
+    optimizer.synchronize()
+    assert digest(module) != results[0][0]
 
 
 def scaled(rank, world):
@@ -1100,6 +1107,165 @@ def moved_weights(rank, world):
 
 def test_weights_that_are_written_between_steps_are_followed():
     ranks.run(moved_weights, 2)
+
+
+def overlapped(rank, world, dtype, mesh_shape, options):
+    """Losses, params and state of steps that overlap, and of steps that wait."""
+    seen = []
+    for overlaps in (True, False):
+        module = block().to(dtype)
+        if len(mesh_shape) > 1:
+            mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))
+            parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(module, mesh=mesh["dp"])
+            options = {**options, "process_group": dist.group.WORLD}
+        else:
+            fully_shard(module.mix)
+            fully_shard(module)
+        optimizer = hybridopt.ShardedMuon(groups_of(module), overlap=module if overlaps else None, **{**OPTIONS, **options})
+        losses = []
+        for step in range(5):
+            for micro_batch in range(2):
+                inputs = torch.randn(6, 10, generator=torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank))
+                loss = module(inputs.to(dtype)).square().mean()
+                (loss * (math.inf if step == 2 and rank == world - 1 else 1.0)).backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 3)
+            assert is_under_way(optimizer) == overlaps
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+        shown = optimizer.state_dict()["state"]
+        state = [full(value).float() for entry in shown.values() for value in entry.values()]
+        results = [(result.skipped, result.grad_norm.hex()) for result in optimizer.step_results()]
+        seen.append((losses, digest(module), hashlib.sha256(b"".join(each.numpy().tobytes() for each in state)).hexdigest(), results))
+    assert seen[0] == seen[1]
+    assert [skipped for skipped, _ in seen[0][3]] == [False, False, True, False, False]
+
+
+def is_under_way(optimizer):
+    return optimizer._way_back is not None and optimizer._way_back.is_wanted()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mesh_shape", "options"),
+    [
+        (torch.float32, (4,), {"max_grad_norm": 0.1}),
+        (torch.bfloat16, (2,), SPLIT_STATE),
+        (torch.float32, (2, 2), {}),
+    ],
+)
+def test_steps_that_overlap_have_the_bits_of_steps_that_wait(dtype, mesh_shape, options):
+    ranks.run(overlapped, math.prod(mesh_shape), dtype, mesh_shape, options)
+
+
+def forward(module):
+    module(torch.ones(1, 10))
+    module.reshard()  # as a backward pass does
+
+
+def reads_different_params(rank, module, optimizer, folder):
+    """A rank's first use decides nothing about the order of messages."""
+    (module.up if rank == 0 else module.gate_up).weight.to_local().sum()
+
+
+def reads_on_one_rank(rank, module, optimizer, folder):
+    """It waits for the others, which bring params back when they use them."""
+    if rank == 0:
+        module.up.weight.to_local().sum()
+    forward(module)
+
+
+def ends(rank, module, optimizer, folder):
+    optimizer.close()
+
+
+def saves_and_loads(rank, module, optimizer, folder):
+    optimizer.save_checkpoint(folder / "saved")
+    optimizer.load_checkpoint(folder / "saved")
+
+
+def loads_state(rank, module, optimizer, folder):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def moves_state(rank, module, optimizer, folder):
+    """State may move while a step is under way; this rank's params come back later."""
+    for fraction in (0.0, 0.5, 1.0):
+        optimizer.set_offload_fraction(fraction)
+    optimizer.offload(states=True)
+    optimizer.reload(states=True)
+    assert is_under_way(optimizer)
+    optimizer.synchronize()
+
+
+def is_forked(rank, module, optimizer, folder):
+    """A process that is forked while params are away is told so: it cannot bring them back."""
+    child = os.fork()
+    if child == 0:
+        try:
+            with pytest.raises(abi.InvalidStateError, match=r"forked before it came back from its home; call optimizer.synchr"):
+                module.up.weight.to_local()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert is_under_way(optimizer)
+    forward(module)
+
+
+USES = {
+    "params": reads_different_params,
+    "one rank": reads_on_one_rank,
+    "full_tensor": lambda rank, module, *_: module.down.weight.full_tensor(),
+    "state_dict of the model": lambda rank, module, *_: module.state_dict(),
+    "torch's checkpoints": lambda rank, module, optimizer, _: get_state_dict(module, optimizer),
+    "the module above": lambda rank, module, *_: forward(module),
+    "checkpoints": saves_and_loads,
+    "state": loads_state,
+    "moves": moves_state,
+    "remove": lambda rank, module, optimizer, _: optimizer._way_back.remove(),
+    "close": ends,
+    "fork": is_forked,
+}
+
+
+def used_while_under_way(rank, world, folder):
+    expected = None
+    for use in (None, *USES):
+        module = fully_shard(block())
+        optimizer = hybridopt.ShardedMuon(groups_of(module), movable=("states",), **OPTIONS)
+        if use is not None:
+            assert repr(optimizer.overlap(module)) == "<overlap(FSDPBlock) of ShardedMuon, until remove()>"
+        forward(module)
+        gradients_of(module, 1)
+        optimizer.step()
+        if use is not None:
+            assert is_under_way(optimizer)
+            place = folder / use.replace(" ", "_")
+            if rank == 0:
+                place.mkdir()
+            dist.barrier()
+            USES[use](rank, module, optimizer, place)
+            assert not is_under_way(optimizer), use
+        expected = expected or digest(module)
+        assert digest(module) == expected, use
+    # The optimizer may end before: the params remember what is to come.
+    optimizer = hybridopt.ShardedMuon(groups_of(module), overlap=module, **OPTIONS)
+    forward(module)
+    gradients_of(module, 1)
+    optimizer.step()
+    before = module.up.weight._local_tensor
+    assert type(before).__torch_function__ is not torch.Tensor.__torch_function__  # it has a trap
+    ended = weakref.ref(optimizer)
+    del optimizer
+    assert ended() is None
+    assert digest(module) != expected
+    assert "_hybridopt_way_back" not in vars(module.up.weight)
+
+
+def test_the_first_use_of_a_param_brings_all_back_in_one_order(tmp_path):
+    ranks.run(used_while_under_way, 2, tmp_path)
 
 
 def equal_names(rank, world):

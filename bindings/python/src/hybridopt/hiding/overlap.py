@@ -55,6 +55,18 @@ def _package_of(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
+def warn_of_use(name: str, operation: str) -> None:
+    """Reports, in check mode, that code outside of modules uses a param which a step still writes. `operation` is "" for
+    a use by this package."""
+    if operation and is_checking():
+        warnings.warn(
+            f"parameter {name!r} is used by {operation!r} while a step still writes it, so that this "
+            "use waits, and the step gains less time beside what follows; if that can be, use it later, after "
+            "the forward pass",
+            stacklevel=_frames_inside(),
+        )
+
+
 class Overlap:
     """Lets the steps of an optimizer, which owns it, go on beside the forward pass of a model."""
 
@@ -101,13 +113,7 @@ class Overlap:
     def used(self, slot: Slot, operation: str) -> None:
         """Waits for the step that writes a param, because code outside of modules uses this param. (Overlap is the
         keeper of the param's trap.)"""
-        if operation and is_checking():
-            warnings.warn(
-                f"parameter {slot.name!r} is used by {operation!r} while a step still writes it, so that this "
-                "use waits, and the step gains less time beside what follows; if that can be, use it later, after "
-                "the forward pass",
-                stacklevel=_frames_inside(),
-            )
+        warn_of_use(slot.name, operation)
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer._finish_for_use()

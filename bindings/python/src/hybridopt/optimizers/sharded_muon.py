@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.distributed.tensor import DTensor
 
 from .. import abi
 from ..base.checks import refuse_assignment
+from ..base.modes import in_no_mode
+from ..base.owned_hooks import Removal
+from ..hiding.way_back import WayBack
 from ..params.hyperparameters import named_algorithm
 from ..params.matrices import cut_by
 from ..params.registered import MASTER, MASTER_LOW
@@ -63,6 +66,10 @@ class _Cut:
         setattr(self.whole, SHARD_ATTRIBUTE, TensorShard(cut.shape, ((none, cut.shape if self.is_home else none),)))
 
     @property
+    def name(self) -> str:
+        return self.cut.name
+
+    @property
     def part(self) -> Tensor:
         """This rank's part of the param."""
         return self.param._local_tensor.detach()
@@ -87,12 +94,12 @@ class _Cut:
         """Tensors that tell the names, dtypes and shapes of the state of this rank's part."""
         return {key: home_state.without_memory(self.cut, self.param, value) for key, value in entry.items()}
 
-    def scatter(self) -> None:
-        homes.scatter(self.cut, self.whole.detach(), self.part)
+    def scatter(self, part: Tensor) -> None:
+        homes.scatter(self.cut, self.whole.detach(), part)
 
 
 # Options that need the params themselves, of which this optimizer has parts alone.
-REFUSED = ("overlap", "track_changes")
+REFUSED = ("track_changes",)
 
 
 class ShardedMuon(torch.optim.Optimizer):
@@ -104,13 +111,14 @@ class ShardedMuon(torch.optim.Optimizer):
     Args:
         params (iterable): as of hybridopt.Muon; muon_groups(model) makes them, before or after the model is sharded.
         process_group (ProcessGroup, default None): the ranks that hold the model; None: all ranks.
-        arguments: those of hybridopt.Muon, but overlap and track_changes.
+        arguments: those of hybridopt.Muon, but track_changes.
 
     homes is the list of these matrices; print() of it shows where each is updated. save_checkpoint() stores matrices
     whole, and state_dict() shows their state in shards, as torch.distributed.checkpoint needs it.
     """
 
     _step_supports_amp_scaling = True  # as of hybridopt.Muon
+    _way_back: WayBack | None = None  # if steps overlap
 
     def __init__(
         self,
@@ -122,6 +130,7 @@ class ShardedMuon(torch.optim.Optimizer):
         for name in REFUSED:
             if keywords.get(name) not in (None, False):
                 raise ValueError(f"ShardedMuon does not support {name}={keywords[name]!r}; leave it out")
+        model = keywords.pop("overlap", None)
         groups = _groups_of(params)
         found = [_cut_in(group, index) for index, group in enumerate(groups)]
         cuts = homes.with_homes([cut for of_group in found for cut, _ in of_group])
@@ -141,6 +150,8 @@ class ShardedMuon(torch.optim.Optimizer):
             for own, group in zip(self._local.param_groups, groups)
         ]
         super().__init__(shown, self._local.defaults)
+        if model is not None:
+            self.overlap(model)
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_assignment(self, name, value, WAYS_OUT)
@@ -158,11 +169,13 @@ class ShardedMuon(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------ step --
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the params that have a gradient, and is complete when it returns. All ranks call it."""
+        """Updates the params that have a gradient. Unless overlap() was called, the step is complete when this returns.
+        All ranks call it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._finish()
         self._pass_hyperparameters()
         with torch.no_grad(), self._scaled():
             own = [None if each.param.grad is None else each.param.grad.dtype for each in self._cuts]
@@ -171,13 +184,16 @@ class ShardedMuon(torch.optim.Optimizer):
                 each.gather()  # the next step follows params that other code has written
                 each.gather_gradient(dtype)
             self._local.step()
-            self._scatter()
+            if self._way_back is None:
+                self._scatter()
+            else:
+                self._way_back.begin()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
+        self._local.zero_grad(set_to_none)  # waits, if zeros are to be written, for a step that reads the gradients
         super().zero_grad(set_to_none)
-        self._local.zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def _scaled(self) -> Iterator[None]:
@@ -206,7 +222,12 @@ class ShardedMuon(torch.optim.Optimizer):
     def _scatter(self) -> None:
         with torch.no_grad():
             for each in self._cuts:
-                each.scatter()
+                each.scatter(each.part)
+
+    def _finish(self) -> None:
+        """Brings back the matrices of a step under way. All ranks call it."""
+        if self._way_back is not None:
+            self._way_back.finish()
 
     # ------------------------------------------------------------------------------------- state --
 
@@ -230,6 +251,7 @@ class ShardedMuon(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, for torch.distributed.checkpoint too: the state of a matrix that ranks share is a DTensor with the
         placements of the param, in host memory. All ranks call it."""
+        self._finish()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self._pass_hyperparameters()
@@ -249,6 +271,7 @@ class ShardedMuon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict of this class, of any number of ranks; of hybridopt.Muon; or of torch.optim.Muon. Tensors are
         whole, the same on all ranks, or DTensors. All ranks call it."""
+        self._finish()
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
@@ -290,28 +313,63 @@ class ShardedMuon(torch.optim.Optimizer):
     def __getstate__(self) -> Any:
         raise abi.UnsupportedError("ShardedMuon cannot be copied or pickled, because its state is on several ranks; make a new one, and load state_dict() into it")
 
+    @in_no_mode
+    def overlap(self, model: nn.Module) -> Removal:
+        """As of hybridopt.Muon: step() sends gradients to the homes and returns, and params come back at the begin of the
+        model's next forward pass, or where other code first uses one of them. All ranks do that in the same order among
+        their messages, as all calls of a program in which they do alike: a use on one rank alone waits for the others.
+        All ranks call this."""
+        removal = self._local.overlap(model)
+        if not self._cuts:
+            return removal
+        self._way_back = WayBack(self, model, self._cuts)
+        return Removal(self._way_back, f"overlap({type(model).__name__}) of ShardedMuon")
+
+    def synchronize(self) -> None:
+        """As of hybridopt.Muon. All ranks call it."""
+        self._finish()
+        self._local.synchronize()
+
     def materialize(self) -> None:
         """As of hybridopt.Muon. All ranks call it."""
         self._local.materialize()
 
     def save_checkpoint(self, path: Any, **options: Any) -> Any:
         """As of hybridopt.Muon. All ranks call it."""
+        self._finish()
         self._pass_hyperparameters()
         self._gather()
         return self._local.save_checkpoint(path, **options)
 
     def load_checkpoint(self, path: Any, **options: Any) -> Any:
         """As of hybridopt.Muon: sets params and state. All ranks call it."""
+        self._finish()
         result = self._local.load_checkpoint(path, **options)
         self._scatter()
         return result
+
+    def offload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:
+        """As of hybridopt.Muon, for the state that this rank has: states=True moves it to the host. movable=("states",)
+        takes the room for it."""
+        if params or grads:
+            raise abi.UnsupportedError(
+                "ShardedMuon offloads no params and gradients, because it has parts of them alone, which belong to the model; "
+                "call offload(states=True) for state alone, and zero_grad() for the memory of gradients"
+            )
+        self._local.offload(states=states)
+
+    def reload(self, states: bool = False) -> None:
+        """As of hybridopt.Muon, for what offload() has moved."""
+        self._local.reload(states=states)
 
     def set_offload_fraction(self, offload_fraction: float) -> None:
         """As of hybridopt.Muon, for the state that this rank has."""
         self._local.set_offload_fraction(offload_fraction)
 
     def close(self) -> None:
-        """As of hybridopt.Muon."""
+        """As of hybridopt.Muon. All ranks call it."""
+        if self._way_back is not None:
+            self._way_back.remove()
         self._local.close()
 
     # ----------------------------------------------------------------------------------- reports --
@@ -338,17 +396,9 @@ class ShardedMuon(torch.optim.Optimizer):
 
     # ----------------------------------------------------------------------------------- refused --
 
-    def overlap(self, model: Any) -> Any:
-        """Refused: step() is complete when it returns."""
-        raise abi.UnsupportedError("ShardedMuon has no overlap(), because params come back from their homes in step(), on all ranks in one order; leave it out")
-
     def hook_gradients(self, *_: Any, **__: Any) -> Any:
         """Refused: gradients go to the homes."""
         raise abi.UnsupportedError("ShardedMuon has no hook_gradients(), because gradients go to the homes of their matrices in step(); leave it out")
-
-    def offload(self, *_: Any, **__: Any) -> Any:
-        """Refused: this optimizer has parts of params alone."""
-        raise abi.UnsupportedError("ShardedMuon has no offload(), because it has parts of params alone; use set_offload_fraction(1.0), which moves all state to the host")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after the constructor, because homes are given once."""
