@@ -8,8 +8,9 @@
 
 Weights are those of a transformer's layers, drawn with a deviation of 0.02, and gradients are random, the same in every
 step. The learning rate decides how many bf16 numbers a step changes; the table has the share. A take is made after each
-step and acknowledged after it; `library` is the part of it that the library's own call takes. Medians; the first
-take, which has all params whole, and the first steps are left out.
+step and acknowledged after it; `library` is the part of it that the library's own call takes, and `to the GPU` a take
+that leaves indices and values there. Medians; the first take, which has all params whole, and the first steps are left
+out.
 """
 
 from __future__ import annotations
@@ -74,15 +75,15 @@ class LibraryTime:
         abi.Optimizer.changes = self._call
 
 
-def takes_of(optimizer, count: int) -> tuple[float, float, float]:
+def takes_of(optimizer, count: int, **options) -> tuple[float, float, float]:
     """Seconds of a take, those of the library in it, and the share of elements that it has."""
-    optimizer.weight_changes().acknowledge()
+    optimizer.weight_changes(**options).acknowledge()
     takes, library, shares = [], [], []
     for _ in range(count + 1):
         step(optimizer)
         patches = []
         with LibraryTime() as inside:
-            takes.append(seconds_of(lambda: patches.append(optimizer.weight_changes())))
+            takes.append(seconds_of(lambda: patches.append(optimizer.weight_changes(**options))))
         library.append(inside.seconds)
         elements = sum(torch.Size(change.shape).numel() for _, change in patches[0])
         shares.append(sum(change.values.numel() for _, change in patches[0]) / elements)
@@ -103,7 +104,8 @@ def main() -> None:
     small = {"master_layout": "split", "state_dtype": torch.bfloat16} if options.state == "small" else {}
     params = model(options.layers, options.width, options.device)
     print(f"{sum(param.numel() for param in params) / 1e9:.3f} G params, {options.state} state, medians of {options.steps}")
-    print("on the host   step ms   with track_changes   ratio   take ms   library ms   changed %")
+    on_gpu = options.device != "cpu"
+    print("on the host   step ms   with track_changes   ratio   take ms   library ms   to the GPU ms   changed %")
     for fraction in options.fractions:
         seconds = []
         for tracked in (False, True):
@@ -113,11 +115,12 @@ def main() -> None:
             seconds.append(steps_of(optimizer, options.steps))
             if tracked:
                 take, library, share = takes_of(optimizer, options.steps)
+                to_gpu = takes_of(optimizer, options.steps, on_device=True)[0] if on_gpu else float("nan")
             optimizer.close()
         plain, noted = seconds
         print(
             f"{fraction:11.2f} {plain * 1e3:9.2f} {noted * 1e3:20.2f} {noted / plain:7.3f} "
-            f"{take * 1e3:9.2f} {library * 1e3:12.2f} {share * 100:11.2f}",
+            f"{take * 1e3:9.2f} {library * 1e3:12.2f} {to_gpu * 1e3:15.2f} {share * 100:11.2f}",
             flush=True,
         )
 

@@ -996,15 +996,18 @@ enum offload_changes_flag {
                                     this rank's shard */
   OFFLOAD_CHANGES_GAPS = 2,      /* store each index as its distance from the one before it, the
                                     first one from 0, in as few bytes as the largest gap takes */
-  OFFLOAD_CHANGES_WIDE = 4       /* store each index in 8 bytes, as programs use them that index
+  OFFLOAD_CHANGES_WIDE = 4,      /* store each index in 8 bytes, as programs use them that index
                                     with signed 64-bit numbers. It does not change which params are
                                     dense */
+  OFFLOAD_CHANGES_ON_DEVICE = 8  /* write indices and values to device memory. The only other flag
+                                    may be OFFLOAD_CHANGES_WIDE, and no param may be on the host */
 };
 
 typedef struct offload_changes_options {
   uint32_t struct_size;
   uint32_t flags;        /* enum offload_changes_flag, or-ed */
-  void* buffer;          /* host memory for indices and values, aligned to 8 bytes */
+  void* buffer;          /* memory for indices and values, aligned to 8 bytes: on the host, or with
+                            OFFLOAD_CHANGES_ON_DEVICE on the device */
   uint64_t buffer_bytes; /* of it. If it does not suffice, the take is refused and out->bytes tells
                             what is needed: so pass 0 first, or what was needed last time */
   double dense_above;    /* a param of which a larger fraction has changed is dense, 0 to 1; 0 = if
@@ -1048,14 +1051,16 @@ typedef struct offload_changes {
  * write the params meanwhile. A take that is refused or fails clears nothing.
  * If options.buffer_bytes does not suffice, the status is INVALID_ARGUMENT, and of *out the library
  * writes `bytes`.
- * Params on a device are read there, and only the changed elements are copied. While a take runs it
+ * Params on a device are read there, and only the changed elements are copied; if the buffer is
+ * there too, 2 bytes of each, by which the library knows what the take has. While a take runs it
  * uses up to 9 MB of device memory and as much pinned host memory, and 1 byte of host memory for
  * each 256 elements.
- * Errors: INVALID_ARGUMENT (unknown param, or one twice; buffer is NULL or not aligned;
- * buffer_bytes: the text has the bytes needed; dense_above; stream), INVALID_STATE (before commit;
- * options.track_changes was 0; while work is queued, a save until its ticket completes; a param has
- * no address), UNSUPPORTED (unknown flag), OUT_OF_HOST_MEMORY, OUT_OF_DEVICE_MEMORY, DEVICE_FAILED,
- * POISONED. */
+ * Errors: INVALID_ARGUMENT (unknown param, or one twice; buffer is NULL, not aligned or not memory
+ * of the device; buffer_bytes: the text has the bytes needed; dense_above; stream), INVALID_STATE
+ * (before commit; options.track_changes was 0; while work is queued, a save until its ticket
+ * completes; a param has no address, or is on the host and the buffer on the device), UNSUPPORTED
+ * (unknown flag; OFFLOAD_CHANGES_ON_DEVICE with IN_TENSOR or GAPS, or where the host is the
+ * device), OUT_OF_HOST_MEMORY, OUT_OF_DEVICE_MEMORY, DEVICE_FAILED, POISONED. */
 OFFLOAD_API int32_t offload_optimizer_changes(offload_optimizer_t optimizer, const uint32_t* params,
                                               uint32_t param_count,
                                               const offload_changes_options_t* options,

@@ -165,6 +165,8 @@ class SimExecutor {
   Result<NotedBits> LocateNoted(const DeviceUpdate& update) const;
   Result<void*> LocateWorkspace(const UpdateLaunch& launch, const MatrixShape& shape) const;
   Result<ChangePart> LocatePart(const ChangePart& part) const;
+  Status WriteIndices(const ChangePart& part, uint64_t tile, std::span<const uint16_t> offsets,
+                      uint64_t first) const;
 
   // One input of a norm, at addresses that host code can access.
   struct NormBlocks {

@@ -117,6 +117,8 @@ class Optimizer {
   Status CollectChanges(std::span<const uint32_t> ids, const offload_changes_options_t& options,
                         ChangeReader& reader, std::span<const ChangeIndices> indices,
                         offload_changes_t& out);
+  Status CheckOnDevice(std::span<const uint32_t> ids,
+                       const offload_changes_options_t& options) const;
   Status CheckBuffer(const offload_changes_options_t& options, uint64_t bytes) const;
   void MarkRebound(std::span<const offload_binding_t> bindings);
   Result<StateSlot> FindSlot(uint32_t param, int32_t kind, Format master) const;

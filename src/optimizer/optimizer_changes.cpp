@@ -13,8 +13,8 @@ namespace {
 constexpr uint64_t kBufferAlignment = 8;
 
 Status CheckOptions(const offload_changes_options_t& options) {
-  constexpr uint32_t kKnown =
-      OFFLOAD_CHANGES_IN_TENSOR | OFFLOAD_CHANGES_GAPS | OFFLOAD_CHANGES_WIDE;
+  constexpr uint32_t kKnown = OFFLOAD_CHANGES_IN_TENSOR | OFFLOAD_CHANGES_GAPS |
+                              OFFLOAD_CHANGES_WIDE | OFFLOAD_CHANGES_ON_DEVICE;
   if ((options.flags & ~kKnown) != 0)
     return Status::Error(OFFLOAD_UNSUPPORTED, "options.flags is 0x%x, known to this call is 0x%x",
                          options.flags, kKnown);
@@ -25,14 +25,18 @@ Status CheckOptions(const offload_changes_options_t& options) {
                          options.dense_above);
   if (options.buffer == nullptr && options.buffer_bytes > 0)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.buffer is NULL, expected the address of %llu bytes of host "
-                         "memory (options.buffer_bytes)",
+                         "options.buffer is NULL, expected the address of %llu bytes "
+                         "(options.buffer_bytes)",
                          static_cast<unsigned long long>(options.buffer_bytes));
   if (reinterpret_cast<uintptr_t>(options.buffer) % kBufferAlignment != 0)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.buffer is %p, expected a multiple of %llu", options.buffer,
                          static_cast<unsigned long long>(kBufferAlignment));
   return {};
+}
+
+bool OnDevice(const offload_changes_options_t& options) {
+  return (options.flags & OFFLOAD_CHANGES_ON_DEVICE) != 0;
 }
 
 // Whether the whole param is to be sent, instead of its `count` changed elements.
@@ -74,6 +78,31 @@ Status Optimizer::AwaitCaller(StreamHandle stream) {
   return committed_->lanes->Wait(committed_->lanes->moved[0], "the stream given to a take");
 }
 
+// Checks what a take into device memory needs.
+Status Optimizer::CheckOnDevice(std::span<const uint32_t> ids,
+                                const offload_changes_options_t& options) const {
+  if (context_->device().unified())
+    return Status::Error(OFFLOAD_UNSUPPORTED,
+                         "options.flags has OFFLOAD_CHANGES_ON_DEVICE, but the device of this "
+                         "context is the host; leave the flag out");
+  if ((options.flags & (OFFLOAD_CHANGES_IN_TENSOR | OFFLOAD_CHANGES_GAPS)) != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED,
+                         "options.flags is 0x%x, but OFFLOAD_CHANGES_ON_DEVICE can only have "
+                         "OFFLOAD_CHANGES_WIDE beside it; leave the others out, or take to host "
+                         "memory",
+                         options.flags);
+  for (uint32_t id : ids)
+    if (committed_->lifecycle->params_on_host(id))
+      return Status::Error(OFFLOAD_INVALID_STATE,
+                           "param '%.200s' is on the host, and options.flags has "
+                           "OFFLOAD_CHANGES_ON_DEVICE; call offload_optimizer_reload_params first, "
+                           "or take to host memory",
+                           table_.param(id).name.c_str());
+  const Status status = context_->device().CheckRange(options.buffer, options.buffer_bytes);
+  if (status.ok()) return {};
+  return Status::Error(status.code(), "options.buffer: %s", status.message().c_str());
+}
+
 Status Optimizer::CheckBuffer(const offload_changes_options_t& options, uint64_t bytes) const {
   if (bytes <= options.buffer_bytes) return {};
   return Status::Error(OFFLOAD_INVALID_ARGUMENT,
@@ -96,6 +125,7 @@ Status Optimizer::Changes(std::span<const uint32_t> params,
       return Status::Error(OFFLOAD_INVALID_STATE,
                            "param '%.200s' has no address; call offload_optimizer_bind first",
                            table_.param(id).name.c_str());
+  if (OnDevice(options)) HYBRIDOPT_TRY(CheckOnDevice(ids, options));
   HYBRIDOPT_TRY(AwaitCaller(options.stream));
   std::vector<ChangeIndices> indices;
   std::vector<ChangeSource> sources;
@@ -186,7 +216,7 @@ Status Optimizer::CollectChanges(std::span<const uint32_t> ids,
     targets[i] = {&indices[i], buffer + change.indices_offset, buffer + change.values_offset,
                   reader.has_device_bits(i) ? log.Pending(ids[i]) : nullptr};
   }
-  HYBRIDOPT_TRY(reader.Collect(targets));
+  HYBRIDOPT_TRY(reader.Collect(targets, OnDevice(options)));
   for (size_t i = 0; i < ids.size(); ++i)
     if (targets[i].pending != nullptr) log.KeepPending(ids[i]);
   HYBRIDOPT_ASSIGN(out.take, log.Take(ids, hashes));

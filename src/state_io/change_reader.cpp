@@ -27,15 +27,6 @@ void ForEachTile(std::span<const TileRange> ranges, uint64_t begin, uint64_t end
   }
 }
 
-// The bytes of a slot that the values of a collection take; its offsets follow.
-uint64_t ValuesBytes(uint64_t elements, uint64_t element_bytes) {
-  return system::RoundUp(elements * element_bytes, sizeof(uint64_t));
-}
-
-uint64_t CollectedBytes(uint64_t elements, uint64_t element_bytes) {
-  return ValuesBytes(elements, element_bytes) + elements * sizeof(uint16_t);
-}
-
 }  // namespace
 
 ChangeReader::ChangeReader(Context& context, std::vector<ChangeSource> sources)
@@ -74,8 +65,9 @@ ChangeFindings ChangeReader::Find(size_t param) const {
   return found;
 }
 
-Status ChangeReader::Collect(std::span<const ChangeTarget> targets) {
+Status ChangeReader::Collect(std::span<const ChangeTarget> targets, bool to_device) {
   targets_ = targets;
+  to_device_ = to_device;
   SetPlaces();
   HYBRIDOPT_TRY(CollectHost());
   return ReadDevice(true);
@@ -212,11 +204,20 @@ uint64_t ChangeReader::AddElements(ChangeSlot& slot, const TileRange& range) con
   const ChangeTile* const tiles = &tiles_[NumberOf(range)];
   for (uint64_t i = 0; i < range.tiles; ++i) {
     const uint64_t end = slot.elements + tiles[i].count;
-    if (CollectedBytes(end, slot.element_bytes) > slots_.down_bytes()) return i;
+    if (CollectedBytes(slot, end) > slots_.down_bytes()) return i;
     starts[i] = static_cast<uint32_t>(slot.elements);
     slot.elements = end;
   }
   return range.tiles;
+}
+
+// Offsets follow the values. Values that the device writes to their target are not in the slot.
+uint64_t ChangeReader::ValuesBytes(const ChangeSlot& slot, uint64_t elements) const {
+  return to_device_ ? 0 : system::RoundUp(elements * slot.element_bytes, sizeof(uint64_t));
+}
+
+uint64_t ChangeReader::CollectedBytes(const ChangeSlot& slot, uint64_t elements) const {
+  return ValuesBytes(slot, elements) + elements * sizeof(uint16_t);
 }
 
 Status ChangeReader::Queue(ChangeSlot& slot, bool collects) {
@@ -262,16 +263,25 @@ Status ChangeReader::QueueSurvey(const ChangeSlot& slot) {
   return slots_.CopyDown(slot, slots_.down_offset(), slot.tiles * sizeof(ChangeTile));
 }
 
-Status ChangeReader::QueueCollection(const ChangeSlot& slot) {
+Status ChangeReader::QueueCollection(ChangeSlot& slot) {
+  if (to_device_) SetOutputs(slot);
   HYBRIDOPT_TRY(slots_.CopyUp(slot, 0, slot.tiles * sizeof(uint32_t)));
   std::byte* const values = slot.device + slots_.down_offset();
-  auto* const offsets =
-      reinterpret_cast<uint16_t*>(values + ValuesBytes(slot.elements, slot.element_bytes));
+  auto* const offsets = reinterpret_cast<uint16_t*>(values + ValuesBytes(slot, slot.elements));
   HYBRIDOPT_TRY(context_.device().CollectChanges(
       slots_.stream(),
       {slot.parts, reinterpret_cast<const uint32_t*>(slot.device), offsets, values}));
-  return slots_.CopyDown(slot, slots_.down_offset(),
-                         CollectedBytes(slot.elements, slot.element_bytes));
+  return slots_.CopyDown(slot, slots_.down_offset(), CollectedBytes(slot, slot.elements));
+}
+
+void ChangeReader::SetOutputs(ChangeSlot& slot) const {
+  for (size_t i = 0; i < slot.ranges.size(); ++i) {
+    const ChangeTarget& target = targets_[slot.ranges[i].param];
+    const uint64_t position = places_[NumberOf(slot.ranges[i])].position;
+    const uint32_t index_bytes = target.indices->bytes();
+    slot.parts[i].output = {target.indices_at + position * index_bytes,
+                            target.values_at + position * slot.element_bytes, index_bytes};
+  }
 }
 
 Status ChangeReader::Finish(ChangeSlot& slot, bool collects) {
@@ -298,14 +308,14 @@ void ChangeReader::KeepSurvey(const ChangeSlot& slot) {
 Status ChangeReader::WriteCollected(const ChangeSlot& slot) const {
   const std::byte* const values = slot.host + slots_.down_offset();
   const auto* const offsets =
-      reinterpret_cast<const uint16_t*>(values + ValuesBytes(slot.elements, slot.element_bytes));
+      reinterpret_cast<const uint16_t*>(values + ValuesBytes(slot, slot.elements));
   const auto* const starts = reinterpret_cast<const uint32_t*>(slot.host);
   return ShareWork(
       context_, slot.tiles, kTileBytes,
       [&](uint64_t begin, uint64_t end) {
         ForEachTile(slot.ranges, begin, end, [&](const TileRange& tile, uint64_t number) {
           const std::span found(offsets + starts[number], tiles_[NumberOf(tile)].count);
-          WriteTile(tile, found, values + starts[number] * slot.element_bytes);
+          if (!to_device_) WriteTile(tile, found, values + starts[number] * slot.element_bytes);
           SetPending(tile, found);
         });
       },

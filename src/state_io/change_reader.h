@@ -26,7 +26,7 @@ struct ChangeSource {
   ChangedBits host_bits;
 };
 
-// Where the changed elements of a param are written to.
+// Where the changed elements of a param are written to: host memory or device memory.
 struct ChangeTarget {
   const ChangeIndices* indices = nullptr;  // NULL: the param is not read
   std::byte* indices_at = nullptr;
@@ -49,8 +49,9 @@ class ChangeReader {
   ChangeFindings Find(size_t param) const;
   // Whether a param has bits that are only on the device.
   bool has_device_bits(size_t param) const { return sources_[param].device_bits != nullptr; }
-  // One target for each source. A take fails as a whole, but may then have written to targets.
-  Status Collect(std::span<const ChangeTarget> targets);
+  // One target for each source; to_device: in device memory, then all params are on the device too,
+  // and indices count in the shard. A take fails as a whole, but may then have written to targets.
+  Status Collect(std::span<const ChangeTarget> targets, bool to_device);
 
  private:
   // The place of a tile's first changed element among those of its param, and the changed element
@@ -76,8 +77,12 @@ class ChangeReader {
   uint64_t AddElements(ChangeSlot& slot, const TileRange& range) const;
   Status Queue(ChangeSlot& slot, bool collects);
   Status SendBits(ChangeSlot& slot);
+  void SetOutputs(ChangeSlot& slot) const;
+  // The bytes of a slot that values take, and all that comes down of a collection.
+  uint64_t ValuesBytes(const ChangeSlot& slot, uint64_t elements) const;
+  uint64_t CollectedBytes(const ChangeSlot& slot, uint64_t elements) const;
   Status QueueSurvey(const ChangeSlot& slot);
-  Status QueueCollection(const ChangeSlot& slot);
+  Status QueueCollection(ChangeSlot& slot);
   // Waits for the batch of a slot, handles what has come down, and empties the slot.
   Status Finish(ChangeSlot& slot, bool collects);
   void KeepSurvey(const ChangeSlot& slot);
@@ -93,6 +98,7 @@ class ChangeReader {
   std::vector<ChangeTile> tiles_;
   std::vector<Place> places_;  // of each tile
   std::span<const ChangeTarget> targets_;
+  bool to_device_ = false;  // the targets are device memory
   ChangeSlots slots_;
 };
 

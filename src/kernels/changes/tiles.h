@@ -30,6 +30,13 @@ struct ChangedBits {
   }
 };
 
+// Device memory for the indices and values of changed elements, in order.
+struct ChangeOutput {
+  std::byte* indices = nullptr;  // counted in the param
+  std::byte* values = nullptr;
+  uint32_t index_bytes = 0;  // of one index: 4 or 8
+};
+
 // Tiles of one param that follow each other. Only the param's last tile may be shorter.
 struct ChangePart {
   const void* elements;  // of these tiles
@@ -37,6 +44,7 @@ struct ChangePart {
   uint64_t first_tile;     // the index in the param of the first of these tiles
   uint64_t element_bytes;  // 2 or 4
   ChangedBits bits;        // from these tiles on
+  ChangeOutput output{};   // of a collection by the device
 
   uint64_t tiles() const { return ChangeTiles(count); }
 };

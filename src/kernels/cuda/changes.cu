@@ -167,6 +167,14 @@ __device__ uint32_t CountBefore(uint32_t changed, uint32_t* count_of_warp) {
   return before;
 }
 
+__device__ void WriteIndex(const ChangeOutput& output, uint32_t at, uint64_t index) {
+  if (output.index_bytes == sizeof(uint64_t)) {
+    reinterpret_cast<uint64_t*>(output.indices)[at] = index;
+  } else {
+    reinterpret_cast<uint32_t*>(output.indices)[at] = static_cast<uint32_t>(index);
+  }
+}
+
 template <typename Stored>
 __global__ void __launch_bounds__(kThreads)
     CollectChanges(const ChangeRow* __restrict__ rows, uint32_t row_count,
@@ -178,10 +186,16 @@ __global__ void __launch_bounds__(kThreads)
   uint32_t to = starts[blockIdx.x] + CountBefore(changed, count_of_warp);
   const auto* const elements =
       static_cast<const Stored*>(row.part.elements) + tile * kChangeTileElements;
+  const ChangeOutput& output = row.part.output;
+  const uint32_t first = output.indices != nullptr ? starts[row.first_block] : 0;
+  auto* const values_to =
+      output.indices != nullptr ? reinterpret_cast<Stored*>(output.values) : values;
+  const uint64_t begin = (row.part.first_tile + tile) * kChangeTileElements;
   for (uint32_t left = changed; left != 0; left &= left - 1, ++to) {
     const uint32_t element = threadIdx.x * kBits + static_cast<uint32_t>(__ffs(left)) - 1;
     offsets[to] = static_cast<uint16_t>(element);
-    values[to] = elements[element];
+    values_to[to - first] = elements[element];
+    if (output.indices != nullptr) WriteIndex(output, to - first, begin + element);
   }
 }
 
