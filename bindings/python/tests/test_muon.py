@@ -900,7 +900,6 @@ def refusals(rank, world):
     optimizer = hybridopt.ShardedMuon([("x", cut)], threads=1)
     assert str(optimizer.homes).startswith("x  4 x 4  rank 0 of 2  100.0% of the work")
     for call, text in (
-        (optimizer.hook_gradients, r"no hook_gradients\(\), because gradients go to the homes .* leave it out"),
         (lambda: optimizer.offload(params=True), r"offloads no params and gradients, .* offload\(states=True\) .* alone"),
         (lambda: copy.deepcopy(optimizer), r"cannot be copied or pickled, .* load state_dict\(\) into it"),
         (lambda: setattr(optimizer, "state", {cut: {}}), r"cannot be assigned, .* use load_state_dict\(\)"),
@@ -1109,10 +1108,10 @@ def test_weights_that_are_written_between_steps_are_followed():
     ranks.run(moved_weights, 2)
 
 
-def overlapped(rank, world, dtype, mesh_shape, options):
-    """Losses, params and state of steps that overlap, and of steps that wait."""
+def hidden(rank, world, dtype, mesh_shape, options):
+    """Losses, params and state of steps that overlap, of hooked gradients, of both, and of neither."""
     seen = []
-    for overlaps in (True, False):
+    for overlaps, hooks in ((False, False), *([(True, False), (False, True)] if world == 2 else []), (True, True)):
         module = block().to(dtype)
         if len(mesh_shape) > 1:
             mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))
@@ -1122,7 +1121,10 @@ def overlapped(rank, world, dtype, mesh_shape, options):
         else:
             fully_shard(module.mix)
             fully_shard(module)
-        optimizer = hybridopt.ShardedMuon(groups_of(module), overlap=module if overlaps else None, **{**OPTIONS, **options})
+        given = {"max_grad_norm": None, **OPTIONS, **options}
+        optimizer = hybridopt.ShardedMuon(groups_of(module), overlap=module if overlaps else None, **given)
+        if hooks:
+            optimizer.hook_gradients(micro_batches=2)
         losses = []
         for step in range(5):
             for micro_batch in range(2):
@@ -1130,6 +1132,9 @@ def overlapped(rank, world, dtype, mesh_shape, options):
                 loss = module(inputs.to(dtype)).square().mean()
                 (loss * (math.inf if step == 2 and rank == world - 1 else 1.0)).backward()
                 losses.append(loss.item())
+                left = hooks and micro_batch == 1
+                assert all((param.grad is None) == left for param in module.parameters())
+                assert not left or len(optimizer._going_home._gone) == 4
             optimizer.step()
             optimizer.zero_grad(set_to_none=step != 3)
             assert is_under_way(optimizer) == overlaps
@@ -1139,7 +1144,7 @@ def overlapped(rank, world, dtype, mesh_shape, options):
         state = [full(value).float() for entry in shown.values() for value in entry.values()]
         results = [(result.skipped, result.grad_norm.hex()) for result in optimizer.step_results()]
         seen.append((losses, digest(module), hashlib.sha256(b"".join(each.numpy().tobytes() for each in state)).hexdigest(), results))
-    assert seen[0] == seen[1]
+    assert all(each == seen[0] for each in seen)
     assert [skipped for skipped, _ in seen[0][3]] == [False, False, True, False, False]
 
 
@@ -1155,8 +1160,8 @@ def is_under_way(optimizer):
         (torch.float32, (2, 2), {}),
     ],
 )
-def test_steps_that_overlap_have_the_bits_of_steps_that_wait(dtype, mesh_shape, options):
-    ranks.run(overlapped, math.prod(mesh_shape), dtype, mesh_shape, options)
+def test_overlap_and_hooked_gradients_change_no_bit(dtype, mesh_shape, options):
+    ranks.run(hidden, math.prod(mesh_shape), dtype, mesh_shape, options)
 
 
 def forward(module):
@@ -1266,6 +1271,102 @@ def used_while_under_way(rank, world, folder):
 
 def test_the_first_use_of_a_param_brings_all_back_in_one_order(tmp_path):
     ranks.run(used_while_under_way, 2, tmp_path)
+
+
+class Hooked:
+    """Four matrices, one of them frozen, that two ranks share, and the same ones without shards."""
+
+    def __init__(self, world):
+        self.mesh = init_device_mesh("cpu", (world,))
+        start = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(0)).unbind()
+        self.cut = [Parameter(distribute_tensor(each, self.mesh, [Shard(0)])) for each in start]
+        self.plain = [Parameter(each.clone()) for each in start]
+        for params in (self.cut, self.plain):
+            params[2].requires_grad_(False)  # has no turn
+        self.optimizer = hybridopt.ShardedMuon(self.cut, max_grad_norm=None, **OPTIONS)
+        self.follower = hybridopt.Muon(self.plain, **OPTIONS)
+        self.removal = self.optimizer.hook_gradients()
+
+    def backward(self, order, seed):
+        """Makes the gradients of these matrices, one after the other."""
+        for index in order:
+            gradient = torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * seed + index))
+            part = distribute_tensor(gradient, self.mesh, [Shard(0)], src_data_rank=None).to_local()
+            (self.cut[index].to_local() * part).sum().backward()
+            self.plain[index].grad = gradient
+
+    def gone(self):
+        return len(self.optimizer._going_home._gone)
+
+    def step(self):
+        self.optimizer.step()
+        self.follower.step()
+        self.follower.zero_grad()
+        assert all(torch.equal(full(own), other) for own, other in zip(self.cut, self.plain))
+
+
+def orders_of_hooks(rank, world):
+    """Gradients that are ready in another order on each rank, and passes in which some have none."""
+    hooked = Hooked(world)
+    optimizer, removal = hooked.optimizer, hooked.removal
+    with pytest.raises(abi.InvalidStateError, match="gradients are hooked already"):
+        optimizer.hook_gradients()
+    for seed, orders in enumerate((((3, 1, 0), (0, 1, 3)), ((1, 3, 0), (3, 0, 1)))):
+        hooked.backward(orders[rank], seed)
+        assert hooked.gone() == 3 and all(param.grad is None for param in hooked.cut)
+        with pytest.raises(abi.InvalidStateError, match=r"clip_grad_norm_\(\) and its like find no gradients"):
+            nn.utils.clip_grad_norm_(hooked.cut, 1.0)
+        for call, text in (
+            (lambda: hooked.backward([1], seed), "'param_groups.0.1' has been taken already, .*micro_batches=None"),
+            (optimizer.state_dict, r"state_dict\(\) is called between a backward pass, .*; call step\(\) or zero_grad\(\)"),
+            (removal.remove, "the hooks are removed between a backward pass"),
+        ):
+            with pytest.raises(abi.InvalidStateError, match=text):
+                call()
+        hooked.cut[1].grad = None  # of the pass that was refused
+        hooked.step()
+    # A pass that is dropped, of which one rank has sent more than the other.
+    hooked.backward([3] if rank == 0 else [3, 1], 7)
+    assert hooked.gone() == 1 + rank
+    optimizer.zero_grad()
+    hooked.follower.zero_grad()
+    for indices in ([3], [0], [1, 0]):  # also where some matrices have no gradient anywhere
+        hooked.backward(indices, 8)
+        hooked.step()
+    # One rank lacks a gradient, for which the home waits.
+    hooked.backward([3, 1] if rank == 0 else [3], 9)
+    with pytest.raises(ValueError, match=r"'param_groups.0.1' has no gradient on the ranks \[1\], but the others of \[0, 1\]"):
+        optimizer.step()
+    hooked.follower.zero_grad()
+    hooked.backward([3, 1, 0], 10)
+    hooked.step()
+    if hasattr(torch.Tensor, "grad_dtype"):
+        hooked.cut[3].grad_dtype = None  # any
+        narrow = hooked.cut[3].detach().to_local().bfloat16()
+        hooked.cut[3].grad = DTensor.from_local(narrow, hooked.mesh, [Shard(0)], run_check=False)
+        with pytest.raises(abi.InvalidStateError, match="is torch.bfloat16, but goes home in torch.float32; set grad_dtype"):
+            optimizer._going_home._take(hooked.cut[3])
+    removal.remove()
+    hooked.cut[3].grad = None
+    optimizer.zero_grad()
+    hooked.backward([3, 1, 0], 11)
+    assert all(hooked.cut[index].grad is not None for index in (0, 1, 3))
+    hooked.step()
+
+
+def rounds_differ(rank, world):
+    """zero_grad() on one rank alone is noticed: gradients of two passes would come together."""
+    hooked = Hooked(world)
+    hooked.backward([3, 1, 0], 0)
+    if rank == 0:
+        hooked.optimizer._going_home._round += 1
+    with pytest.raises(abi.InvalidStateError, match=r"the ranks \[0, 1\] have ended \[1, 0\] backward passes by step\(\) or"):
+        hooked.optimizer.step()
+
+
+def test_hooked_gradients_go_home_in_one_order():
+    ranks.run(orders_of_hooks, 2)
+    ranks.run(rounds_differ, 2)
 
 
 def equal_names(rank, world):

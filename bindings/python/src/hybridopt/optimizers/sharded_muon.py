@@ -19,6 +19,7 @@ from .. import abi
 from ..base.checks import refuse_assignment
 from ..base.modes import in_no_mode
 from ..base.owned_hooks import Removal
+from ..hiding.going_home import GoingHome
 from ..hiding.way_back import WayBack
 from ..params.hyperparameters import named_algorithm
 from ..params.matrices import cut_by
@@ -26,7 +27,7 @@ from ..params.registered import MASTER, MASTER_LOW
 from ..params.sharding import SHARD_ATTRIBUTE, TensorShard
 from ..params.tensors import gradient_of, local_gradient, set_gradient
 from ..ranks import home_state, homes
-from ..ranks.homes import CutMatrix
+from ..ranks.homes import CutMatrix, Gathering
 from ..settings.options import WAYS_OUT
 from ..state import loading
 from ..steps.history import MemorySample
@@ -78,16 +79,23 @@ class _Cut:
         self.whole.requires_grad_(self.param.requires_grad)
         homes.gather(self.cut, self.part, self.whole.detach())
 
-    def gather_gradient(self, dtype: torch.dtype | None) -> None:
-        """Gets the gradient, which has this dtype; None: there is none on any rank."""
+    def gather_gradient(self, dtype: torch.dtype | None, hooked: Gathering | Tensor | None) -> None:
+        """Gets the gradient, which has this dtype; None: there is none on any rank. `hooked`: what hooks have taken of
+        it, or have sent home."""
         if dtype is None:
+            if isinstance(hooked, Gathering):
+                hooked.end(None)
             set_gradient(self.whole, None)
             return
         whole, own = gradient_of(self.whole), self.param.grad
         if whole is None or whole.dtype != dtype:
             whole = torch.empty_like(self.whole, dtype=dtype)
-        part = torch.zeros_like(self.part) if own is None else local_gradient(own, self.param, self.cut.name)
-        homes.gather(self.cut, part.to(dtype), whole)
+        if hooked is None:
+            part = torch.zeros_like(self.part) if own is None else local_gradient(own, self.param, self.cut.name)
+            hooked = Gathering(self.cut, part.to(dtype))
+        elif isinstance(hooked, Tensor):
+            hooked = Gathering(self.cut, hooked)
+        hooked.end(whole)
         set_gradient(self.whole, whole)
 
     def without_memory(self, entry: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +127,7 @@ class ShardedMuon(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # as of hybridopt.Muon
     _way_back: WayBack | None = None  # if steps overlap
+    _going_home: GoingHome | None = None  # if gradients are hooked
 
     def __init__(
         self,
@@ -178,11 +187,8 @@ class ShardedMuon(torch.optim.Optimizer):
         self._finish()
         self._pass_hyperparameters()
         with torch.no_grad(), self._scaled():
-            own = [None if each.param.grad is None else each.param.grad.dtype for each in self._cuts]
-            dtypes = homes.gradient_dtypes(self.homes, own, self._group) if self._cuts else []
-            for each, dtype in zip(self._cuts, dtypes):
-                each.gather()  # the next step follows params that other code has written
-                each.gather_gradient(dtype)
+            self._gather_gradients()
+            self._gather()  # the step follows params that other code has written
             self._local.step()
             if self._way_back is None:
                 self._scatter()
@@ -191,7 +197,9 @@ class ShardedMuon(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """As torch's. All ranks call it, if hook_gradients() has been called."""
+        if self._going_home is not None:
+            self._going_home.drop()
         self._local.zero_grad(set_to_none)  # waits, if zeros are to be written, for a step that reads the gradients
         super().zero_grad(set_to_none)
 
@@ -219,13 +227,38 @@ class ShardedMuon(torch.optim.Optimizer):
             for each in self._cuts:
                 each.gather()
 
+    def _gather_gradients(self) -> None:
+        if not self._cuts:
+            return
+        own = [None if each.param.grad is None else each.param.grad.dtype for each in self._cuts]
+        going_home = self._going_home
+        if going_home is None:
+            hooked: list[Gathering | Tensor | None] = [None] * len(own)
+        else:
+            going_home.settle()
+            hooked = [going_home.parts_of(number) for number in range(len(own))]
+            own = [going_home.dtype_of(number) or dtype for number, dtype in enumerate(own)]
+            going_home.end_round()
+        try:
+            dtypes = homes.gradient_dtypes(self.homes, own, self._group)
+        except ValueError:
+            for each in hooked:
+                if isinstance(each, Gathering):
+                    each.end(None)
+            raise
+        for cut, dtype, each in reversed(list(zip(self._cuts, dtypes, hooked))):
+            cut.gather_gradient(dtype, each)
+
     def _scatter(self) -> None:
         with torch.no_grad():
             for each in self._cuts:
                 each.scatter(each.part)
 
-    def _finish(self) -> None:
-        """Brings back the matrices of a step under way. All ranks call it."""
+    def _finish(self, call: str = "") -> None:
+        """Brings back the matrices of a step under way, for a call that may not come before the step of gradients that
+        are on their way. All ranks call it."""
+        if call and self._going_home is not None:
+            self._going_home.refuse(call)
         if self._way_back is not None:
             self._way_back.finish()
 
@@ -251,7 +284,7 @@ class ShardedMuon(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, for torch.distributed.checkpoint too: the state of a matrix that ranks share is a DTensor with the
         placements of the param, in host memory. All ranks call it."""
-        self._finish()
+        self._finish("state_dict() is called")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         self._pass_hyperparameters()
@@ -271,7 +304,7 @@ class ShardedMuon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict of this class, of any number of ranks; of hybridopt.Muon; or of torch.optim.Muon. Tensors are
         whole, the same on all ranks, or DTensors. All ranks call it."""
-        self._finish()
+        self._finish("load_state_dict() is called")
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
@@ -325,6 +358,28 @@ class ShardedMuon(torch.optim.Optimizer):
         self._way_back = WayBack(self, model, self._cuts)
         return Removal(self._way_back, f"overlap({type(model).__name__}) of ShardedMuon")
 
+    @in_no_mode
+    def hook_gradients(self, *, micro_batches: int | None = 1) -> Removal:
+        """As of hybridopt.Muon, but that gradients of matrices which ranks share go to their homes during the backward
+        pass, in one order on all ranks, instead of to the host. Until the step, or zero_grad(), which drops them, no
+        state may be saved or loaded. All ranks call this, and zero_grad() from then on."""
+        if self._going_home is not None:
+            raise abi.InvalidStateError(
+                "gradients are hooked already; call remove() on what hook_gradients() returned"
+            )
+        removal = self._local.hook_gradients(micro_batches=micro_batches)
+        if not self._cuts:
+            return removal
+        self._going_home = GoingHome(self, self._cuts, self._group, micro_batches)
+        return Removal(self._going_home, "hook_gradients() of ShardedMuon")
+
+    @contextlib.contextmanager
+    def last_micro_batch(self) -> Iterator[None]:
+        """As of hybridopt.Muon."""
+        own = contextlib.nullcontext() if self._going_home is None else self._going_home.last_micro_batch()
+        with own, self._local.last_micro_batch():
+            yield
+
     def synchronize(self) -> None:
         """As of hybridopt.Muon. All ranks call it."""
         self._finish()
@@ -336,14 +391,14 @@ class ShardedMuon(torch.optim.Optimizer):
 
     def save_checkpoint(self, path: Any, **options: Any) -> Any:
         """As of hybridopt.Muon. All ranks call it."""
-        self._finish()
+        self._finish("save_checkpoint() is called")
         self._pass_hyperparameters()
         self._gather()
         return self._local.save_checkpoint(path, **options)
 
     def load_checkpoint(self, path: Any, **options: Any) -> Any:
         """As of hybridopt.Muon: sets params and state. All ranks call it."""
-        self._finish()
+        self._finish("load_checkpoint() is called")
         result = self._local.load_checkpoint(path, **options)
         self._scatter()
         return result
@@ -368,6 +423,9 @@ class ShardedMuon(torch.optim.Optimizer):
 
     def close(self) -> None:
         """As of hybridopt.Muon. All ranks call it."""
+        if self._going_home is not None:
+            self._going_home.drop()
+            self._going_home.remove()
         if self._way_back is not None:
             self._way_back.remove()
         self._local.close()
@@ -395,10 +453,6 @@ class ShardedMuon(torch.optim.Optimizer):
         return self._local.plan()
 
     # ----------------------------------------------------------------------------------- refused --
-
-    def hook_gradients(self, *_: Any, **__: Any) -> Any:
-        """Refused: gradients go to the homes."""
-        raise abi.UnsupportedError("ShardedMuon has no hook_gradients(), because gradients go to the homes of their matrices in step(); leave it out")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after the constructor, because homes are given once."""

@@ -99,19 +99,40 @@ def with_homes(cuts: Sequence[CutMatrix]) -> list[CutMatrix]:
     return [dataclasses.replace(cut, home=homes[index]) for index, cut in enumerate(cuts)]
 
 
+class Gathering:
+    """The parts of a matrix on their way to its home. All ranks of the mesh make and end it."""
+
+    def __init__(self, cut: CutMatrix, part: Tensor) -> None:
+        own = dist.get_rank()
+        senders = [rank for rank in cut.runs if rank not in cut.copies and cut.has_part(rank)]
+        self._cut = cut
+        self._parts: dict[int, Tensor] = {}  # by rank, if this one is the home
+        self._sent = part.contiguous()
+        operations = []
+        if own == cut.home:
+            self._parts = {rank: part if rank == own else part.new_empty(_shape_at(cut, rank, part)) for rank in senders}
+            operations = [dist.P2POp(dist.irecv, each, rank) for rank, each in self._parts.items() if rank != own]
+        elif own in senders:
+            operations = [dist.P2POp(dist.isend, self._sent, cut.home)]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def end(self, whole: Tensor | None) -> None:
+        """Waits for the parts, and puts them together in `whole`, which only the home has. None: nobody wants them."""
+        for work in self._works:
+            work.wait()
+        for tensor in (self._sent, *self._parts.values()):
+            if tensor.is_cuda:  # it may have been made on the stream of a backward pass
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        if whole is None:
+            return
+        for rank, each in self._parts.items():
+            for there, here in self._cut.regions(rank):
+                whole[there].copy_(each[here])
+
+
 def gather(cut: CutMatrix, part: Tensor, whole: Tensor) -> None:
     """Puts the parts of all ranks together in `whole`, which only the home has. All ranks of the mesh call this."""
-    own = dist.get_rank()
-    senders = [rank for rank in cut.runs if rank not in cut.copies and cut.has_part(rank)]
-    if own != cut.home:
-        if own in senders:
-            _exchange([dist.P2POp(dist.isend, part.contiguous(), cut.home)])
-        return
-    received = {rank: part if rank == own else part.new_empty(_shape_at(cut, rank, part)) for rank in senders}
-    _exchange([dist.P2POp(dist.irecv, each, rank) for rank, each in received.items() if rank != own])
-    for rank, each in received.items():
-        for there, here in cut.regions(rank):
-            whole[there].copy_(each[here])
+    Gathering(cut, part).end(whole)
 
 
 def scatter(cut: CutMatrix, whole: Tensor, part: Tensor) -> None:
