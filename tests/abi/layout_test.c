@@ -504,6 +504,7 @@ static const pin_t pins[] = {
     VALUE(OFFLOAD_CHANGES_IN_TENSOR, 1),
     VALUE(OFFLOAD_CHANGES_GAPS, 2),
     VALUE(OFFLOAD_CHANGES_WIDE, 4),
+    VALUE(OFFLOAD_CHANGES_ON_DEVICE, 8),
     VALUE(OFFLOAD_STASH_KEEP, 1),
     /* clang-format on */
 };

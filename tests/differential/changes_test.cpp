@@ -69,19 +69,37 @@ class ChangesTest : public testing::TestWithParam<int32_t> {
 
   static Taken Take(const LifecycleRig& rig, std::vector<uint32_t> ids = {}, uint32_t flags = 0,
                     double dense_above = 0, uint64_t bytes_max = 1 << 20) {
-    std::vector<uint64_t> buffer(bytes_max / 8);
+    Bytes buffer(bytes_max);
     auto options = Make<offload_changes_options_t>();
     options.flags = flags;
-    options.buffer = buffer.data();
-    options.buffer_bytes = bytes_max;
     options.dense_above = dense_above;
+    return TakeInto(rig, buffer.data(), bytes_max, ids, options, [&] { return buffer; });
+  }
+  // The same into device memory.
+  static Taken TakeOnDevice(LifecycleRig& rig, std::vector<uint32_t> ids = {}, uint32_t flags = 0) {
+    constexpr uint64_t kBytes = 1 << 17;
+    void* buffer = rig.Allocate(kBytes);
+    auto options = Make<offload_changes_options_t>();
+    options.flags = OFFLOAD_CHANGES_ON_DEVICE | flags;
+    const Taken taken =
+        TakeInto(rig, buffer, kBytes, ids, options, [&] { return rig.Read(buffer, kBytes); });
+    rig.Free(buffer);
+    return taken;
+  }
+  template <typename Read>
+  static Taken TakeInto(const LifecycleRig& rig, void* buffer, uint64_t buffer_bytes,
+                        const std::vector<uint32_t>& ids, offload_changes_options_t options,
+                        Read read) {
+    options.buffer = buffer;
+    options.buffer_bytes = buffer_bytes;
     auto changes = Make<offload_changes_t>();
     Taken taken{};
     taken.status = offload_optimizer_changes(rig.optimizer(), ids.empty() ? nullptr : ids.data(),
                                              static_cast<uint32_t>(ids.size()), &options, &changes);
     if (taken.status != OFFLOAD_OK) return taken;
     taken.take = changes.take;
-    const auto* const bytes = reinterpret_cast<const std::byte*>(buffer.data());
+    const Bytes content = read();
+    const std::byte* const bytes = content.data();
     for (uint32_t i = 0; i < changes.param_count; ++i) {
       const offload_change_t& change = changes.params[i];
       taken.params.push_back(change);
@@ -194,6 +212,60 @@ TEST_P(ChangesTest, WideIndicesTakeEightBytesAndChangeNothingElse) {
   EXPECT_EQ(gaps.indices[0], (Elements{5, 256, 2738}));
 }
 
+// What was taken into device memory is pending until it is acknowledged, as after any take.
+TEST_P(ChangesTest, ATakeIntoDeviceMemoryHasTheSame) {
+  if (GetParam() == OFFLOAD_DEVICE_HOST) GTEST_SKIP() << "there is no device memory";
+  const Problem problem = TwoParams();
+  LifecycleRig rig(problem, Setting());
+  TakeAndAcknowledge(rig);
+  Step(rig, {0, 5, 261, 1799, 1800, 2999});
+  const Taken narrow = TakeOnDevice(rig), wide = TakeOnDevice(rig, {}, OFFLOAD_CHANGES_WIDE);
+  const Taken on_host = Take(rig);
+  EXPECT_EQ(on_host.indices[0], (Elements{0, 5, 261, 1799, 1800, 2999}));
+  for (const Taken* taken : {&narrow, &wide}) {
+    EXPECT_EQ(taken->params[0].index_bytes, taken == &narrow ? 4u : 8u);
+    EXPECT_EQ(taken->indices, on_host.indices);
+    EXPECT_EQ(taken->values, on_host.values);
+    EXPECT_EQ(taken->params[0].hash, on_host.params[0].hash);
+  }
+  const Taken last = TakeOnDevice(rig);
+  Step(rig, {7});
+  Acknowledge(rig, last.take);
+  EXPECT_EQ(TakeOnDevice(rig).indices[0], Elements{7});
+  const uint32_t one = 1;
+  MUST(offload_optimizer_mark_changed(rig.optimizer(), &one, 1));
+  EXPECT_EQ(TakeOnDevice(rig).params[1].dense, 1);
+}
+
+TEST_P(ChangesTest, ATakeIntoDeviceMemorySaysWhatItCannotDo) {
+  const Problem problem = TwoParams();
+  LifecycleRig rig(problem, Setting());
+  if (GetParam() == OFFLOAD_DEVICE_HOST) {
+    EXPECT_EQ(Take(rig, {}, OFFLOAD_CHANGES_ON_DEVICE).status, OFFLOAD_UNSUPPORTED);
+    EXPECT_STREQ(offload_last_error(),
+                 "options.flags has OFFLOAD_CHANGES_ON_DEVICE, but the device of this context is "
+                 "the host; leave the flag out");
+    return;
+  }
+  for (uint32_t flag : {OFFLOAD_CHANGES_IN_TENSOR, OFFLOAD_CHANGES_GAPS}) {
+    EXPECT_EQ(TakeOnDevice(rig, {}, flag).status, OFFLOAD_UNSUPPORTED);
+    EXPECT_EQ(std::string(offload_last_error()),
+              std::string("options.flags is ") +
+                  (flag == OFFLOAD_CHANGES_IN_TENSOR ? "0x9" : "0xa") +
+                  ", but OFFLOAD_CHANGES_ON_DEVICE can only have OFFLOAD_CHANGES_WIDE beside it; "
+                  "leave the others out, or take to host memory");
+  }
+  EXPECT_EQ(Take(rig, {}, OFFLOAD_CHANGES_ON_DEVICE).status, OFFLOAD_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(offload_last_error()).substr(0, 16), "options.buffer: ");
+  rig.Move(offload_optimizer_offload_params, {{1}, 0, {}});
+  rig.Wait();
+  EXPECT_EQ(TakeOnDevice(rig).status, OFFLOAD_INVALID_STATE);
+  EXPECT_STREQ(offload_last_error(),
+               "param 'param1' is on the host, and options.flags has OFFLOAD_CHANGES_ON_DEVICE; "
+               "call offload_optimizer_reload_params first, or take to host memory");
+  EXPECT_EQ(TakeOnDevice(rig, {0}).status, OFFLOAD_OK);
+}
+
 TEST_P(ChangesTest, AStepThatIsSkippedAndElementsThatKeepTheirBitsAreNoChange) {
   const Problem problem = TwoParams();
   LifecycleRig rig(problem, Setting());
@@ -304,8 +376,8 @@ TEST_P(ChangesTest, WrongCallsSayWhatIsWrong) {
             "params names id 2, but only 2 params have been added");
   EXPECT_EQ(error_of(Take(rig, {1, 1}).status, OFFLOAD_INVALID_ARGUMENT),
             "params names id 1 ('param1') twice; name each param once");
-  EXPECT_EQ(error_of(Take(rig, {}, 8).status, OFFLOAD_UNSUPPORTED),
-            "options.flags is 0x8, known to this call is 0x7");
+  EXPECT_EQ(error_of(Take(rig, {}, 16).status, OFFLOAD_UNSUPPORTED),
+            "options.flags is 0x10, known to this call is 0xf");
   EXPECT_EQ(error_of(Take(rig, {}, 0, 1.5).status, OFFLOAD_INVALID_ARGUMENT),
             "options.dense_above is 1.5, expected a fraction from 0 to 1 (0 = dense where indices "
             "and values would take as many bytes as the whole param)");
@@ -316,8 +388,7 @@ TEST_P(ChangesTest, WrongCallsSayWhatIsWrong) {
     return offload_optimizer_changes(rig.optimizer(), nullptr, 0, &options, &changes);
   };
   EXPECT_EQ(error_of(take(), OFFLOAD_INVALID_ARGUMENT),
-            "options.buffer is NULL, expected the address of 8 bytes of host memory "
-            "(options.buffer_bytes)");
+            "options.buffer is NULL, expected the address of 8 bytes (options.buffer_bytes)");
   options.buffer = reinterpret_cast<void*>(4);
   EXPECT_EQ(error_of(take(), OFFLOAD_INVALID_ARGUMENT),
             "options.buffer is 0x4, expected a multiple of 8");

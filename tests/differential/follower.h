@@ -19,13 +19,15 @@ class Follower {
  public:
   explicit Follower(size_t params) : copy_(params), base_hash_(params), last_take_(params) {}
 
-  // Takes changes of these params and applies them; the result must equal `truth`. Returns what is
-  // wrong, or an empty text.
+  // Takes changes of these params and applies them; the result must equal `truth`. They are taken
+  // into device memory of the context; NULL: into host memory. Returns what is wrong, or an empty
+  // text.
   using Truth = std::function<Bytes(uint32_t id)>;
   std::string Take(offload_optimizer_t optimizer, const std::vector<uint32_t>& ids,
-                   const Truth& truth, Random& random) {
+                   const Truth& truth, offload_context_t context, Random& random) {
     auto options = Make<offload_changes_options_t>();
     options.flags = random.OneIn(2) ? 0 : OFFLOAD_CHANGES_GAPS;
+    if (context != nullptr) options.flags = OFFLOAD_CHANGES_ON_DEVICE;
     options.dense_above = random.OneIn(6) ? 0 : random.OneIn(6) ? random.Unit() : 1;
     auto changes = Make<offload_changes_t>();
     const auto take = [&] {
@@ -38,7 +40,13 @@ class Follower {
       buffer.resize(changes.bytes / 8);
       options.buffer = buffer.data();
       options.buffer_bytes = changes.bytes;
+      if (context != nullptr) MUST(offload_device_alloc(context, changes.bytes, &options.buffer));
       MUST(take());
+      if (context != nullptr) {
+        MUST(offload_device_download(context, buffer.data(), options.buffer, changes.bytes,
+                                     nullptr));
+        MUST(offload_device_free(context, options.buffer));
+      }
     }
     for (uint32_t i = 0; i < changes.param_count; ++i)
       last_take_[changes.params[i].param] = changes.take;

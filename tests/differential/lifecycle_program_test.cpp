@@ -468,8 +468,11 @@ class Program {
     rig_.Wait();
     if (!random_.OneIn(4)) follower_.Acknowledge(rig_.optimizer());
     if (ids.empty() || !error_.empty()) return;
+    bool on_device = device_kind_ != OFFLOAD_DEVICE_HOST && random_.OneIn(2);
+    for (uint32_t id : ids) on_device = on_device && !params_[id].away;
     error_ = follower_.Take(
-        rig_.optimizer(), ids, [this](uint32_t id) { return model_.params[id].data; }, random_);
+        rig_.optimizer(), ids, [this](uint32_t id) { return model_.params[id].data; },
+        on_device ? rig_.context() : nullptr, random_);
     if (!error_.empty()) error_ = "changes: " + error_;
   }
 

@@ -828,6 +828,10 @@ def test_wrong_calls_say_what_is_wrong():
     for value in (0, 2.0, True, "1"):
         with pytest.raises(ValueError, match="expected a fraction above 0 and up to 1, or None"):
             optimizer.weight_changes(dense_above=value)
+    with pytest.raises(ValueError, match="Invalid on_device: 'cuda', expected True or False"):
+        optimizer.weight_changes(on_device="cuda")
+    with pytest.raises(ValueError, match="Invalid on_device: True, but the parameters are on the CPU; leave it out"):
+        optimizer.weight_changes(on_device=True)
 
 
 @pytest.mark.parametrize("seed", drawn_seeds(20))

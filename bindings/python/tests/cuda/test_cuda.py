@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import Parameter
 
 import hybridopt
+from hybridopt.changes import wire_forms
+from hybridopt.changes.part import Part
 from models import PAIRS, WITH_TORCH, bits, clone, run, set_gradients
 
 FRACTIONS = [1.0, 0.4, 0.0]
@@ -577,3 +579,47 @@ def test_memory_comes_back():
     torch.cuda.empty_cache()
     torch.cuda.synchronize()
     assert torch.cuda.mem_get_info()[0] > free - (32 << 20)
+
+
+def changed(on_device, steps=2):
+    """Params after some steps, and their patch. "second" comes whole, and "first" has changes."""
+    torch.manual_seed(0)
+    named = {"first": Parameter(torch.randn(300, 70, device="cuda").bfloat16()), "second": Parameter(torch.ones(5).cuda())}
+    optimizer = hybridopt.AdamW(named.items(), lr=1e-5, track_changes=True, offload_fraction=0.5)
+    optimizer.weight_changes(on_device=on_device).acknowledge()
+    for seed in range(steps):
+        run_on_gpu(optimizer, list(named.values()), [seed])
+    return named, optimizer.weight_changes(on_device=on_device, dense_above=0.5)
+
+
+def test_a_patch_on_the_device_has_the_same():
+    params, there = changed(True)
+    _, here = changed(False)
+    assert there["second"].dense and not there["first"].dense
+    assert there["first"].indices.device.type == there["first"].values.device.type == "cuda"
+    assert here["first"].indices.device.type == here["first"].values.device.type == "cpu"
+    for name, change in there:
+        on_host = change.on_host()
+        assert on_host.hash == here[name].hash and bits([on_host.values]) == bits([here[name].values.cpu()])
+        assert change.dense or torch.equal(on_host.indices, here[name].indices)
+    torch.manual_seed(0)
+    follower = {"first": torch.randn(300, 70, device="cuda").bfloat16(), "second": torch.ones(5).cuda()}
+    hybridopt.apply_changes(follower, there)
+    assert on_host_bits(follower) == on_host_bits(params)
+
+
+def on_host_bits(named):
+    return on_host(named.values())
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_forms_of_a_patch_of_which_some_is_on_the_gpu(on_device):
+    _, patch = changed(on_device)
+    for sent in wire_forms.vllm_patches(patch):
+        assert sent.indices.device == sent.values.device
+    flushed = [dict(flush) for flush in wire_forms.verl_flushes(patch)]
+    assert sum(flush["__values__"].numel() for flush in flushed) == sum(change.values.numel() for _, change in patch)
+    part = Part((2, 4), (((1, 0), (1, 4)),))
+    assert part.in_tensor(torch.tensor([0, 3], device="cuda")).tolist() == [4, 7]
+    on_gpu = wire_forms.verl_flushes(patch, device="cuda")
+    assert {tensor.device.type for flush in on_gpu for _, tensor in flush} == {"cuda"}

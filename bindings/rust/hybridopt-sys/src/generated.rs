@@ -385,6 +385,7 @@ default_is_zero!(offload_state_view_t);
 pub const OFFLOAD_CHANGES_IN_TENSOR: u32 = 1;
 pub const OFFLOAD_CHANGES_GAPS: u32 = 2;
 pub const OFFLOAD_CHANGES_WIDE: u32 = 4;
+pub const OFFLOAD_CHANGES_ON_DEVICE: u32 = 8;
 
 #[repr(C)]
 #[derive(Clone, Copy)]

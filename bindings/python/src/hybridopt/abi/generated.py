@@ -554,6 +554,7 @@ class offload_state_view_t(Struct):
 OFFLOAD_CHANGES_IN_TENSOR = 1
 OFFLOAD_CHANGES_GAPS = 2
 OFFLOAD_CHANGES_WIDE = 4
+OFFLOAD_CHANGES_ON_DEVICE = 8
 
 
 class offload_changes_options_t(Struct):

@@ -23,7 +23,8 @@ def gather_changes(patch: WeightPatch, to: int = 0, group: Any = None) -> Weight
         patch.acknowledge()                  # on every rank, once the followers have it
 
     All ranks that hold parts of these params must call it. `group` is a process group of theirs (None: the default
-    one), and `to` is a rank as torch.distributed.get_rank() counts them. Only what has changed is sent."""
+    one), and `to` is a rank as torch.distributed.get_rank() counts them. Only what has changed is sent, and the patch
+    is in host memory."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("there is no process group; call torch.distributed.init_process_group() first")
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
@@ -33,7 +34,7 @@ def gather_changes(patch: WeightPatch, to: int = 0, group: Any = None) -> Weight
     dist.all_gather_object(held, {name: change.shard for name, change in patch}, group=group)
     own = _senders(held, first=ranks.index(to))[dist.get_rank(group)]
     sent: list[Any] | None = [None] * len(ranks) if dist.get_rank() == to else None
-    dist.gather_object({name: patch[name] for name in own}, sent, dst=to, group=group)
+    dist.gather_object({name: patch[name].on_host() for name in own}, sent, dst=to, group=group)
     whole = {}
     if sent is not None:
         names = dict.fromkeys(name for row in [held[ranks.index(to)], *held] for name in row)

@@ -50,7 +50,7 @@ class Part:
         found, end = [], 0
         for offsets, extents in self.boxes:
             begin, end = end, end + math.prod(extents)
-            low, high = torch.searchsorted(indices, torch.tensor([begin, end])).tolist()
+            low, high = torch.searchsorted(indices, torch.tensor([begin, end], device=indices.device)).tolist()
             found.append(self._in_box(indices[low:high] - begin, offsets, extents))
         return torch.cat(found)
 

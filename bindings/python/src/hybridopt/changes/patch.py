@@ -35,6 +35,11 @@ class WeightChange:
         """Whether it has all elements."""
         return self.indices is None
 
+    def on_host(self) -> WeightChange:
+        """The same change in host memory."""
+        indices = None if self.indices is None else self.indices.cpu()
+        return dataclasses.replace(self, indices=indices, values=self.values.cpu())
+
     def applied_to(self, tensor: Tensor) -> Tensor:
         """A copy of the tensor with the change."""
         if self.indices is None:

@@ -37,6 +37,7 @@ def vllm_patches(patch: WeightPatch, device: torch.device | str | None = None) -
     """The changes for vLLM: for `send_weights()` of the trainer's engine of its backend "sparse_nccl" (with `device`
     the GPU that sends), and for its load_checkpoint_weight_patches(). Names must be those of the checkpoint that vLLM
     has loaded.
+    `device` None: the changes stay where the patch has them.
 
     The backend takes no whole params, so that a param that comes whole has all its indices. Where vLLM has loaded the
     weights with which training begins, acknowledge the first patch and do not send it."""
@@ -52,11 +53,13 @@ def verl_flushes(
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """The changes as verl's checkpoint engine "delta_sharded" gives them to its rollout workers: lists of named tensors
     of at most about `flush_bytes` bytes, for apply_delta() of its SGLang loader and decode_delta_payload() of its vLLM
-    one. A patch in which all params are whole has the form of verl's first synchronization."""
+    one. A patch in which all params are whole has the form of verl's first synchronization. `device` None: where the
+    patch has its values; host memory, if it has some there and others on a GPU."""
     if not hasattr(torch, "hash_tensor"):
         raise RuntimeError(f"verl's form has a checksum of torch.hash_tensor, which torch {torch.__version__} has not")
     if isinstance(flush_bytes, bool) or not isinstance(flush_bytes, int) or flush_bytes < 16:
         raise ValueError(f"Invalid flush_bytes: {flush_bytes!r}, expected an int of at least 16")
+    device = _device_of(patch) if device is None else device
     whole = all(change.dense for _, change in patch)
     pending: list[_Piece] = []
     for piece in _pieces(patch, whole, flush_bytes):
@@ -94,10 +97,10 @@ def _pieces(patch: WeightPatch, whole: bool, flush_bytes: int) -> Iterator[_Piec
             yield _Piece(name, change.shape, some, own)
 
 
-def _flush(pieces: list[_Piece], device: torch.device | str | None) -> list[tuple[str, Tensor]]:
-    values = _on(torch.cat([piece.values for piece in pieces]), device)
-    given = [piece.indices.int() for piece in pieces if piece.indices is not None]
-    positions = _on(torch.cat(given or [torch.empty(0, dtype=torch.int32)]).view(torch.uint8), device)
+def _flush(pieces: list[_Piece], device: torch.device | str) -> list[tuple[str, Tensor]]:
+    values = torch.cat([_on(piece.values, device) for piece in pieces])
+    given = [_on(piece.indices.int(), device) for piece in pieces if piece.indices is not None]
+    positions = torch.cat(given or [torch.empty(0, dtype=torch.int32, device=device)]).view(torch.uint8)
     params, end = [], 0
     for piece in pieces:
         begin, end = end, end + piece.values.numel()
@@ -178,7 +181,7 @@ def _content(name: str, tensor: Tensor, change: WeightChange) -> Tensor:
 def _overwriting(name: str, content: Tensor, change: WeightChange) -> bytes:
     """How many bytes change, which, and their new values."""
     size = change.values.element_size()
-    elements = torch.arange(content.numel() // size) if change.indices is None else change.indices
+    elements = torch.arange(content.numel() // size) if change.indices is None else change.indices.cpu()
     if content.numel() >= 1 << 32:
         raise ValueError(
             f"parameter {name!r} has {content.numel()} bytes, and slime's form counts them in 32 bits; send all "
@@ -208,7 +211,7 @@ def _sparse(name: str, change: WeightChange, receiver: str) -> tuple[Tensor, Ten
             f"parameter {name!r} has a NaN, which {receiver} takes for an element that has not changed; find out which "
             "step has made it"
         )
-    return (torch.arange(count) if change.indices is None else change.indices), values
+    return (torch.arange(count, device=values.device) if change.indices is None else change.indices), values
 
 
 def _refuse_shard(name: str, change: WeightChange) -> None:
@@ -217,6 +220,11 @@ def _refuse_shard(name: str, change: WeightChange) -> None:
             f"the patch has a shard of parameter {name!r}, and this form has whole tensors; put the shards together "
             "with hybridopt.gather_changes()"
         )
+
+
+def _device_of(patch: WeightPatch) -> torch.device:
+    devices = {change.values.device for _, change in _changed(patch)}
+    return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
 
 def _on(tensor: Tensor, device: torch.device | str | None) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import abi
-from ..base.checks import is_number, shown
+from ..base.checks import check_switch, is_number, shown
 from ..base.modes import in_no_mode
 from ..changes.part import Part
 from ..changes.patch import WeightChange, WeightPatch, hash_of
@@ -28,7 +28,7 @@ class Publishing(torch.optim.Optimizer):
         raise NotImplementedError
 
     @in_no_mode
-    def weight_changes(self, *, dense_above: float | None = None) -> WeightPatch:
+    def weight_changes(self, *, dense_above: float | None = None, on_device: bool = False) -> WeightPatch:
         """The elements of all params that may differ from what they were when changes were last acknowledged, with
         their new values: steps note them (`track_changes=True`). Waits for the step under way.
 
@@ -38,7 +38,8 @@ class Publishing(torch.optim.Optimizer):
 
         The first patch has all params whole; so have those of params that were loaded, marked, or written where
         nobody could see which elements. `dense_above` is the fraction of changed elements above which a param comes
-        whole; None: where indices and values would take as many bytes.
+        whole; None: where indices and values would take as many bytes. With `on_device` indices and values stay on the
+        GPU that has the params, as parts of one tensor; without it they come to host memory.
 
         The values of a param that comes whole are the param itself: use them before the next step. Of a DTensor each
         rank gets its own shard; hybridopt.gather_changes() puts whole tensors together. Params must not be offloaded."""
@@ -46,14 +47,17 @@ class Publishing(torch.optim.Optimizer):
             raise ValueError(
                 f"Invalid dense_above: {shown(dense_above)}, expected a fraction above 0 and up to 1, or None"
             )
+        check_switch("on_device", on_device)
         self._refuse_untracked()
         engine = self._ready_engine()
+        if on_device and engine.device.type == "cpu":
+            raise ValueError("Invalid on_device: True, but the parameters are on the CPU; leave it out")
         if engine.released_storages is not None:
             raise abi.InvalidStateError(
                 "params are offloaded, and changes are taken of params on their device; call reload(params=True) first"
             )
         engine.before_changes()
-        return _taken(engine, 0.0 if dense_above is None else dense_above)
+        return _taken(engine, 0.0 if dense_above is None else dense_above, on_device)
 
     @in_no_mode
     def mark_weights_changed(self) -> None:
@@ -69,18 +73,19 @@ class Publishing(torch.optim.Optimizer):
             )
 
 
-def _taken(engine: Engine, dense_above: float) -> WeightPatch:
+def _taken(engine: Engine, dense_above: float, on_device: bool) -> WeightPatch:
+    device = engine.device if on_device else None
+    # A take that is refused has read all params, so the first try has room for more than the last take.
+    loan = engine.take_memory.lend(device=device)
     options: dict[str, Any] = {
         "dense_above": dense_above,
-        "stream": engine.stream(),
-        "flags": abi.OFFLOAD_CHANGES_WIDE,
+        "stream": engine.stream(),  # work that has used the memory before is on it
+        "flags": abi.OFFLOAD_CHANGES_WIDE | (abi.OFFLOAD_CHANGES_ON_DEVICE if on_device else 0),
     }
-    # A take that is refused has read all params, so the first try has room for more than the last take.
-    loan = engine.take_memory.lend()
     taken = engine.handle.changes(loan.address, loan.bytes, **options)
     if taken.take == 0:
         del loan
-        loan = engine.take_memory.lend(taken.bytes)
+        loan = engine.take_memory.lend(taken.bytes, device)
         taken = engine.handle.changes(loan.address, loan.bytes, **options)
     engine.take_memory.note_used(taken.bytes)
     changes = {}

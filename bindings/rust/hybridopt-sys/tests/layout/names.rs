@@ -500,6 +500,7 @@ pub fn table() -> Table {
         OFFLOAD_CHANGES_IN_TENSOR,
         OFFLOAD_CHANGES_GAPS,
         OFFLOAD_CHANGES_WIDE,
+        OFFLOAD_CHANGES_ON_DEVICE,
     );
     values!(table,
         OFFLOAD_SAVE_MASTERS_ONLY,
