@@ -1,6 +1,7 @@
 """Small models, and functions that tests use on them."""
 
 import copy
+import ctypes
 import gc
 import linecache
 import math
@@ -149,7 +150,11 @@ def run(optimizer, params, seeds):
 
 def bits(tensors):
     """All bits of the tensors, to be compared with ==."""
-    return [tensor.detach().reshape(-1).contiguous().view(torch.uint8).tolist() for tensor in tensors]
+    return [_content(tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu()) for tensor in tensors]
+
+
+def _content(on_host):
+    return ctypes.string_at(on_host.data_ptr(), on_host.numel())
 
 
 def state_bits(optimizer):
