@@ -897,6 +897,13 @@ def refusals(rank, world):
         hybridopt.ShardedMuon([("x", cut)], track_changes=True)
     with pytest.raises(TypeError, match=r"overlap is a int, expected the torch.nn.Module"):
         hybridopt.ShardedMuon([("x", cut)], overlap=3)
+    other = Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    named = [("x", cut), ("y", other)]
+    text = f"rank {rank} shares parameter '{'xy'[rank]}' of the shape \\(4, 4\\) with rank {1 - rank}, which has parameter '{'yx'[rank]}' of .*; give"
+    with pytest.raises(ValueError, match=text):
+        hybridopt.ShardedMuon(named if rank == 0 else named[::-1])
+    with pytest.raises(ValueError, match="shares .*, which has .* in its place; give the params in the same order"):
+        hybridopt.ShardedMuon(named if rank == 0 else named[:1])
     optimizer = hybridopt.ShardedMuon([("x", cut)], threads=1)
     assert str(optimizer.homes).startswith("x  4 x 4  rank 0 of 2  100.0% of the work")
     for call, text in (
@@ -1367,6 +1374,37 @@ def rounds_differ(rank, world):
 def test_hooked_gradients_go_home_in_one_order():
     ranks.run(orders_of_hooks, 2)
     ranks.run(rounds_differ, 2)
+
+
+def without_matrices(rank, world):
+    """Two stages of a pipeline, one of which has no matrices that its ranks share."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))["shards"]
+    start = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    is_apart = rank >= 2
+    cut = [Parameter(each.clone() if is_apart else distribute_tensor(each, mesh, [Shard(0)])) for each in start]
+    plain = [Parameter(each.clone()) for each in start]
+    names = [f"{f'own{rank}.' if is_apart else 'shared'}{index}" for index in range(2)]
+    optimizer = hybridopt.ShardedMuon(list(zip(names, cut)), process_group=dist.group.WORLD, **OPTIONS)
+    follower = hybridopt.Muon(plain, **OPTIONS)
+    assert len(optimizer.homes) == (0 if is_apart else 2)
+    for seed in range(4):
+        if seed == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.max_grad_norm = None  # the norm would be that of all ranks
+            optimizer.hook_gradients()
+        for own, other in zip(cut, plain):
+            gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+            part = gradient if is_apart else distribute_tensor(gradient, mesh, [Shard(0)], src_data_rank=None).to_local()
+            ((own if is_apart else own.to_local()) * part).sum().backward()
+            other.grad = gradient
+        optimizer.step()
+        follower.step()
+        optimizer.zero_grad()
+        assert all(torch.equal(full(own), other) for own, other in zip(cut, plain))
+
+
+def test_a_rank_may_share_no_matrix():
+    ranks.run(without_matrices, 4)
 
 
 def equal_names(rank, world):

@@ -151,8 +151,7 @@ class GoingHome:
 
     def settle(self) -> None:
         """Sends what the others have begun with. All ranks call it."""
-        ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        told = dict(zip(ranks, homes.told((self._round, len(self._gone)), self._group)))
+        told = homes.told((self._round, len(self._gone)), self._group)
         sharing = sorted({rank for each in self._matrices for rank in each.cut.runs})
         rounds = {rank: told[rank][0] for rank in sharing}
         if len(set(rounds.values())) > 1:
@@ -160,7 +159,7 @@ class GoingHome:
                 f"the ranks {sharing} have ended {[rounds[rank] for rank in sharing]} backward passes by step() or "
                 "zero_grad(), expected one number; call both alike on all ranks, and make a new optimizer"
             )
-        self._send(max(told[rank][1] for rank in sharing), fills_up=True)
+        self._send(max((told[rank][1] for rank in sharing), default=0), fills_up=True)
 
     def parts_of(self, number: int) -> Gathering | Tensor | None:
         """After settle(): a gradient on its way home, or this rank's part of one that has not gone; None: there is

@@ -142,15 +142,17 @@ class ShardedMuon(torch.optim.Optimizer):
         model = keywords.pop("overlap", None)
         groups = _groups_of(params)
         found = [_cut_in(group, index) for index, group in enumerate(groups)]
-        cuts = homes.with_homes([cut for of_group in found for cut, _ in of_group])
+        cuts = homes.with_homes([cut for of_group in found for cut, _ in of_group], process_group)
         homes.check_group(cuts, process_group)
+        self._has_ranks = dist.is_initialized() and dist.get_world_size(process_group) > 1
+        if self._has_ranks:
+            homes.check_alike(cuts, process_group)
         self.homes = Homes(cuts)
         self._cuts = [_Cut(cut, param) for cut, (_, param) in zip(cuts, chain.from_iterable(found))]
         self._group = process_group
         self._shown: dict[int, weakref.ref[Any]] = {}  # the shards of the last state_dict(), by id
         stand_in: dict[Tensor, Tensor] = {each.param: each.whole for each in self._cuts}
-        several = dist.is_initialized() and dist.get_world_size(process_group) > 1
-        if several:
+        if self._has_ranks:
             keywords["process_group"] = process_group or dist.group.WORLD
         self._gather()  # the masters begin with these
         self._local = Muon([_replaced(group, stand_in) for group in groups], *arguments, **keywords)
@@ -208,9 +210,9 @@ class ShardedMuon(torch.optim.Optimizer):
         """In this context the optimizer of this rank has the scale of a GradScaler that steps this one, and the verdict of
         all ranks on Inf and NaN."""
         given = {name: getattr(self, name) for name in grad_scaler.ATTRIBUTES & vars(self).keys()}
-        if self._cuts and "found_inf" in given:
+        if self._has_ranks and "found_inf" in given:
             found = float(given["found_inf"]) != 0.0
-            given["found_inf"] = torch.tensor(float(any(homes.told(found, self._group))))
+            given["found_inf"] = torch.tensor(float(any(homes.told(found, self._group).values())))
         vars(self._local).update(given)
         try:
             yield
@@ -228,7 +230,7 @@ class ShardedMuon(torch.optim.Optimizer):
                 each.gather()
 
     def _gather_gradients(self) -> None:
-        if not self._cuts:
+        if not self._has_ranks:
             return
         own = [None if each.param.grad is None else each.param.grad.dtype for each in self._cuts]
         going_home = self._going_home
@@ -291,7 +293,7 @@ class ShardedMuon(torch.optim.Optimizer):
         state_dict = self._local.state_dict()
         state, places = state_dict["state"], self._places()
         whole = [state.pop(place, {}) for place in places]
-        if self._cuts:
+        if self._has_ranks:
             shards = home_state.in_shards(self.homes, self._params(), whole, self._group)
             state.update((place, entry) for place, entry in zip(places, shards) if entry)
             self._shown = {id(value): weakref.ref(value) for entry in shards for value in entry.values() if isinstance(value, Tensor)}
@@ -313,7 +315,7 @@ class ShardedMuon(torch.optim.Optimizer):
         keys = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         state, places = dict(state_dict["state"]), [keys[place] for place in self._places()]
         shards = [self._loaded(state.pop(key, {})) for key in places]
-        if self._cuts:
+        if self._has_ranks:
             whole = home_state.at_homes(self.homes, self._params(), shards, self._group)
             state.update((key, entry) for key, entry in zip(places, whole) if entry)
         self._local.load_state_dict({**state_dict, "state": state})
@@ -368,7 +370,7 @@ class ShardedMuon(torch.optim.Optimizer):
                 "gradients are hooked already; call remove() on what hook_gradients() returned"
             )
         removal = self._local.hook_gradients(micro_batches=micro_batches)
-        if not self._cuts:
+        if not self._has_ranks:
             return removal
         self._going_home = GoingHome(self, self._cuts, self._group, micro_batches)
         return Removal(self._going_home, "hook_gradients() of ShardedMuon")

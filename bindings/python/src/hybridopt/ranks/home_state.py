@@ -25,8 +25,8 @@ def in_shards(
     the param. All ranks of the group call this."""
     own = {index: _layout(entries[index], cut) for index, cut in enumerate(cuts) if cut.home == dist.get_rank()}
     layouts: dict[int, Layout] = {}
-    for told in homes.told(own, group):
-        layouts.update(told)
+    for rank, told in homes.told(own, group).items():
+        layouts.update((index, told[index]) for index, cut in enumerate(cuts) if cut.home == rank)
     return [_shards(cut, params[i], entries[i], layouts[i]) for i, cut in enumerate(cuts)]
 
 
@@ -43,8 +43,10 @@ def at_homes(
     not home to a matrix have no element. All ranks of the group call this."""
     parts = [_parts(param, entry) for param, entry in zip(params, entries)]
     own = [_layout(entry, cut) for entry, cut in zip(parts, cuts)]
-    for rank, told in enumerate(homes.told(own, group)):
-        for cut, here, there in zip(cuts, own, told):
+    for rank, told in homes.told(own, group).items():
+        shared = [index for index, cut in enumerate(cuts) if rank in cut.runs]
+        for index in shared:
+            cut, here, there = cuts[index], own[index], told[index]
             if here != there:
                 raise ValueError(
                     f"the state of parameter {cut.name!r} in the loaded state_dict has {_listed(here)}, but that of rank {rank} of "

@@ -37,6 +37,7 @@ class CutMatrix:
     runs: dict[int, list[list[Run]]]  # by rank: what it has along each dimension
     copies: frozenset[int]  # ranks whose part another rank has too, and sends
     home: int = -1
+    group: dist.ProcessGroup | None = None  # the ranks of the optimizer, by which messages go
 
     @property
     def cost(self) -> int:
@@ -86,7 +87,7 @@ def cut_matrix_of(name: str, param: DTensor) -> CutMatrix:
     return cut
 
 
-def with_homes(cuts: Sequence[CutMatrix]) -> list[CutMatrix]:
+def with_homes(cuts: Sequence[CutMatrix], group: dist.ProcessGroup | None = None) -> list[CutMatrix]:
     """Gives each matrix to the rank that has the least work so far, the costliest first. All ranks of a mesh get the
     same, because they have the same matrices in the same order."""
     homes: dict[int, int] = {}
@@ -96,7 +97,7 @@ def with_homes(cuts: Sequence[CutMatrix]) -> list[CutMatrix]:
         of_rank = load.setdefault(ranks, dict.fromkeys(ranks, 0))
         homes[index] = min(ranks, key=lambda rank: of_rank[rank])
         of_rank[homes[index]] += cuts[index].cost
-    return [dataclasses.replace(cut, home=homes[index]) for index, cut in enumerate(cuts)]
+    return [dataclasses.replace(cut, home=homes[index], group=group) for index, cut in enumerate(cuts)]
 
 
 class Gathering:
@@ -111,9 +112,9 @@ class Gathering:
         operations = []
         if own == cut.home:
             self._parts = {rank: part if rank == own else part.new_empty(_shape_at(cut, rank, part)) for rank in senders}
-            operations = [dist.P2POp(dist.irecv, each, rank) for rank, each in self._parts.items() if rank != own]
+            operations = [dist.P2POp(dist.irecv, each, rank, cut.group) for rank, each in self._parts.items() if rank != own]
         elif own in senders:
-            operations = [dist.P2POp(dist.isend, self._sent, cut.home)]
+            operations = [dist.P2POp(dist.isend, self._sent, cut.home, cut.group)]
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def end(self, whole: Tensor | None) -> None:
@@ -141,7 +142,7 @@ def scatter(cut: CutMatrix, whole: Tensor, part: Tensor) -> None:
     if own != cut.home:
         if cut.has_part(own):
             received = part.new_empty(part.shape)
-            _exchange([dist.P2POp(dist.irecv, received, cut.home)])
+            _exchange([dist.P2POp(dist.irecv, received, cut.home, cut.group)])
             part.copy_(received)
         return
     others = [rank for rank in cut.runs if rank != own and cut.has_part(rank)]
@@ -149,7 +150,7 @@ def scatter(cut: CutMatrix, whole: Tensor, part: Tensor) -> None:
     for rank, each in [*sent.items(), (own, part)]:
         for there, here in cut.regions(rank):
             each[here].copy_(whole[there])
-    _exchange([dist.P2POp(dist.isend, each, rank) for rank, each in sent.items()])
+    _exchange([dist.P2POp(dist.isend, each, rank, cut.group) for rank, each in sent.items()])
 
 
 def _shape_at(cut: CutMatrix, rank: int, part: Tensor) -> tuple[int, ...]:
@@ -163,11 +164,11 @@ def _exchange(operations: list[dist.P2POp]) -> None:
             work.wait()
 
 
-def told(own: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def told(own: Any, group: dist.ProcessGroup | None) -> dict[int, Any]:
     """What each rank of the group tells, by rank. All of them call this."""
     of_ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_ranks, own, group=group)
-    return of_ranks
+    return dict(zip(dist.get_process_group_ranks(group or dist.group.WORLD), of_ranks))
 
 
 def gradient_dtypes(
@@ -175,8 +176,7 @@ def gradient_dtypes(
 ) -> list[torch.dtype | None]:
     """The dtype of each matrix's gradient; None if there is none on any rank. `own`: those of this rank. Raises on all
     ranks if some have a gradient and others have none. All ranks of the group call this."""
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    of_rank = dict(zip(ranks, told(own, group)))
+    of_rank = told(own, group)
     return [_dtype_of(cut, {rank: of_rank[rank][i] for rank in cut.runs if cut.has_part(rank)}) for i, cut in enumerate(cuts)]
 
 
@@ -199,6 +199,25 @@ def check_group(cuts: Sequence[CutMatrix], group: dist.ProcessGroup | None) -> N
                 f"parameter {cut.name!r} is on the ranks {sorted(cut.runs)}, but process_group has the ranks {ranks}; give the "
                 "group of all that hold parts of these parameters"
             )
+
+
+def check_alike(cuts: Sequence[CutMatrix], group: dist.ProcessGroup | None) -> None:
+    """Raises on all ranks that share matrices if they do not have them in one order, in which they send them. (It is
+    also the first message of the group, which with NCCL must be one of all ranks.) All ranks of the group call this."""
+    own = [(cut.name, cut.shape, sorted(cut.runs)) for cut in cuts]
+    for rank, other in told(own, group).items():
+        here = [each for each in own if rank in each[2]]
+        there = [each for each in other if dist.get_rank() in each[2]]
+        for one, another in itertools.zip_longest(here, there):
+            if one != another:
+                raise ValueError(
+                    f"rank {dist.get_rank()} shares {_listed(one)} with rank {rank}, which has {_listed(another)} in its place; "
+                    "give the params in the same order and with the same names on all ranks"
+                )
+
+
+def _listed(matrix: tuple[str, tuple[int, ...], list[int]] | None) -> str:
+    return "no matrix" if matrix is None else f"parameter {matrix[0]!r} of the shape {matrix[1]}"
 
 
 def empty_like(cut: CutMatrix, part: Tensor) -> Tensor:
