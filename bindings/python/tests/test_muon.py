@@ -914,6 +914,9 @@ def refusals(rank, world):
     ):
         with pytest.raises(abi.UnsupportedError, match=text):
             call()
+    plan = optimizer.plan()  # rank 0 is home, and has the matrix and its gradient, in fp32
+    assert (plan.home_bytes, plan.message_bytes) == ((128, 64) if rank == 0 else (0, 32))
+    assert str(plan).endswith(f"\n{optimizer.homes}") and str(plan).startswith("ShardedPlan(")
     with pytest.raises(AttributeError, match="ShardedMuon.offload_fraction = 0.5 would have no effect"):
         optimizer.offload_fraction = 0.5
     loaded = optimizer.state_dict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -25,7 +26,7 @@ from ..params.hyperparameters import named_algorithm
 from ..params.matrices import cut_by
 from ..params.registered import MASTER, MASTER_LOW
 from ..params.sharding import SHARD_ATTRIBUTE, TensorShard
-from ..params.tensors import gradient_of, local_gradient, set_gradient
+from ..params.tensors import gradient_dtype, gradient_of, local, local_gradient, set_gradient
 from ..ranks import home_state, homes
 from ..ranks.homes import CutMatrix, Gathering
 from ..settings.options import WAYS_OUT
@@ -53,6 +54,18 @@ class Homes(list[CutMatrix]):
             shares[cut.home] = shares.get(cut.home, 0) + cut.cost
         lines += [f"rank {rank}: {share / total:.1%} of the work" for rank, share in sorted(shares.items())]
         return "\n".join(lines) or "no matrix is cut between ranks"
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedPlan(Plan):
+    """The memory of this rank, and which rank updates what. str() shows both."""
+
+    homes: Homes = dataclasses.field(repr=False)
+    home_bytes: int  # on the device, beside the shards: matrices whose home is this rank, and their gradients
+    message_bytes: int  # on the device: about what messages of the largest matrix take; if gradients are hooked, of all
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.homes}"
 
 
 class _Cut:
@@ -450,9 +463,18 @@ class ShardedMuon(torch.optim.Optimizer):
         """Of this rank, as of hybridopt.Muon."""
         return self._local.memory_timeline()
 
-    def plan(self) -> Plan:
-        """The memory of this rank, as of hybridopt.Muon. print(optimizer.homes) shows which rank updates what."""
-        return self._local.plan()
+    def plan(self) -> ShardedPlan:
+        """The memory of this rank, as of hybridopt.Muon, with that of the matrices whose home it is, and all homes."""
+        plan = self._local.plan()
+        wholes = [each.whole for each in self._cuts]
+        home_bytes = sum(whole.nbytes + whole.numel() * gradient_dtype(whole).itemsize for whole in wholes)
+        at_once = max if self._going_home is None else sum
+        return ShardedPlan(
+            **{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)},
+            homes=self.homes,
+            home_bytes=home_bytes,
+            message_bytes=at_once([0, *(max(each.whole.nbytes, local(each.param).nbytes) for each in self._cuts)]),
+        )
 
     # ----------------------------------------------------------------------------------- refused --
 
