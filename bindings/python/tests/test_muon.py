@@ -1356,6 +1356,11 @@ def orders_of_hooks(rank, world):
         hooked.cut[3].grad = DTensor.from_local(narrow, hooked.mesh, [Shard(0)], run_check=False)
         with pytest.raises(abi.InvalidStateError, match="is torch.bfloat16, but goes home in torch.float32; set grad_dtype"):
             optimizer._going_home._take(hooked.cut[3])
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(1))
+    with pytest.raises(abi.UnsupportedError, match="does not go with a GradScaler, which finds no gradients; leave one of"):
+        scaler.step(optimizer)
+    del optimizer.grad_scale, optimizer.found_inf
     removal.remove()
     hooked.cut[3].grad = None
     optimizer.zero_grad()

@@ -223,6 +223,10 @@ class ShardedMuon(torch.optim.Optimizer):
         """In this context the optimizer of this rank has the scale of a GradScaler that steps this one, and the verdict of
         all ranks on Inf and NaN."""
         given = {name: getattr(self, name) for name in grad_scaler.ATTRIBUTES & vars(self).keys()}
+        if given and self._going_home is not None:
+            raise abi.UnsupportedError(
+                "hook_gradients() of ShardedMuon does not go with a GradScaler, which finds no gradients; leave one of them out"
+            )
         if self._has_ranks and "found_inf" in given:
             found = float(given["found_inf"]) != 0.0
             given["found_inf"] = torch.tensor(float(any(homes.told(found, self._group).values())))
