@@ -1513,3 +1513,18 @@ def test_homes_share_the_work_and_all_ranks_agree():
     load = [sum(cut.cost for cut in given if cut.home == rank) for rank in range(3)]
     assert [cut.name for cut in given] == [cut.name for cut in cuts]
     assert load == [64 * 64, 48 * 64, 40 * 64]
+
+
+def test_a_part_may_have_several_runs_of_rows():
+    """As a part that torch's _StridedShard has cut: its runs follow each other in the part, not in the matrix."""
+    rows = {0: [(0, 2), (4, 6)], 1: [(2, 4), (6, 8)]}
+    cut = homes.CutMatrix("m", (8, 3), {rank: [runs, [(0, 3)]] for rank, runs in rows.items()}, frozenset())
+    whole, rebuilt = torch.arange(24).view(8, 3), torch.zeros(8, 3, dtype=torch.int64)
+    for rank in rows:
+        part = torch.empty(cut.extents(rank), dtype=torch.int64)
+        for there, here in cut.regions(rank):
+            part[here] = whole[there]
+        assert torch.equal(part, torch.cat([whole[begin:end] for begin, end in rows[rank]]))
+        for there, here in cut.regions(rank):
+            rebuilt[there] = part[here]
+    assert torch.equal(rebuilt, whole)
