@@ -16,7 +16,15 @@ import ranks
 SMALL = {"master_layout": "split", "state_dtype": torch.bfloat16}
 
 
-def trained(whole, rank, overlapped, hooked, options):
+def adamw(module, **options):
+    return hybridopt.AdamW(module.named_parameters(), lr=1e-2, **options)
+
+
+def sharded_muon(module, **options):
+    return hybridopt.ShardedMuon(hybridopt.muon_groups(module, adamw={"lr": 1e-2}), lr=1e-2, **options)
+
+
+def trained(whole, rank, overlapped, hooked, options, make=adamw):
     """Makes six steps, of which one is skipped. Returns the losses, this rank's params, and the norms."""
     from torch.distributed.fsdp import fully_shard
 
@@ -24,9 +32,7 @@ def trained(whole, rank, overlapped, hooked, options):
     for block in module[1:5]:
         fully_shard(block)
     fully_shard(module)
-    optimizer = hybridopt.AdamW(
-        module.named_parameters(), lr=1e-2, max_grad_norm=0.1, overlap=module if overlapped else None, **options
-    )  # fmt: skip
+    optimizer = make(module, max_grad_norm=0.1, overlap=module if overlapped else None, **options)
     if hooked:
         optimizer.hook_gradients(micro_batches=2)
     losses = []
@@ -47,13 +53,17 @@ def trained(whole, rank, overlapped, hooked, options):
     return models.bits([torch.stack(losses).cpu(), *shards]), norms
 
 
-def on_rank(rank, world):
+def whole_model():
     os.environ["HYBRIDOPT_CHECK_OVERLAP"] = "1"
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(512, 512), *(models.Block(512, 2048) for _ in range(4)), nn.Linear(512, 8))
-    whole = whole.to("cuda", torch.bfloat16)
+    return whole.to("cuda", torch.bfloat16)
+
+
+def on_rank(rank, world):
+    whole = whole_model()
     for layout in ({}, SMALL):
         expected = trained(whole, rank, False, False, {"offload_fraction": 0.0, **layout})
         for fraction, overlapped, hooked in itertools.product((1.0, 0.4, 0.0), (True, False), (False, True)):
@@ -64,3 +74,17 @@ def on_rank(rank, world):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
 def test_losses_and_bits_are_those_of_steps_that_wait():
     ranks.run(on_rank, 2, backend="nccl")
+
+
+def muon_on_rank(rank, world):
+    """Matrices go to their homes and come back over NCCL, in step() or beside the passes of the model."""
+    whole = whole_model()
+    expected = trained(whole, rank, False, False, {"offload_fraction": 0.0, **SMALL}, sharded_muon)
+    for fraction, overlapped, hooked in itertools.product((1.0, 0.4), (True, False), (False, True)):
+        given = {"offload_fraction": fraction, **SMALL}
+        assert trained(whole, rank, overlapped, hooked, given, sharded_muon) == expected, (given, overlapped, hooked)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
+def test_matrices_that_ranks_share_have_the_bits_of_steps_that_wait():
+    ranks.run(muon_on_rank, 2, backend="nccl")

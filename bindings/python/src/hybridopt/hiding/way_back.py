@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -113,8 +114,11 @@ class WayBack:
         return bool(self._trapped)
 
     def wait(self, params: Iterable[Tensor], streams: Iterable[Any] = ()) -> None:
-        """Brings all matrices back, whichever params these are."""
+        """Brings all matrices back, whichever params these are, for use on the current stream and on `streams`."""
         self.finish()
+        if self._matrices[0].param.is_cuda:
+            for stream in streams:
+                stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     @in_no_mode
     def finish(self) -> None:
