@@ -1,7 +1,7 @@
 # compile_folders_as_one(TARGET SOURCE...): compiles the sources of a folder of src/ as one, which takes a third
-# of the time: most of it goes into the headers that all include. For builds that are only tested: the
-# library of users is compiled file by file, so each file has the headers that it needs. Kernels are compiled
-# file by file everywhere, because Highway includes theirs several times.
+# of the time: most of it goes into the headers that all include. The build of developers is compiled file by
+# file, so each file has the headers that it needs, and a change compiles one file. Kernels are compiled file by
+# file everywhere, because Highway includes theirs several times.
 function(compile_folders_as_one target)
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
   foreach(source IN LISTS ARGN)

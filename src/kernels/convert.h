@@ -1,6 +1,6 @@
 // bf16 and fp16 to and from fp32, in integer arithmetic alone, so that no floating-point mode can
 // change a bit. Rounding is to nearest, ties to even. Denormals are converted exactly. A NaN stays
-// NaN with its sign and the top bits of its payload. simd.cpp uses the CPU's own conversions where
+// NaN with its sign and the top bits of its payload. Vectors use the CPU's own conversions where
 // they give the same bits.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The sums of squares, in the tree of kernels.h. A part of simd.cpp, like simd_rules.h.
+// The sums of squares, in the tree of kernels.h. A part of simd_kernels.h, like simd_rules.h.
 #if defined(HYBRIDOPT_KERNELS_SIMD_NORM_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef HYBRIDOPT_KERNELS_SIMD_NORM_H
 #undef HYBRIDOPT_KERNELS_SIMD_NORM_H

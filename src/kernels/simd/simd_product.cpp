@@ -1,6 +1,6 @@
-// The product of two matrices for every instruction set; the tables of simd.cpp have it. A tile is
-// computed from blocks of both matrices that are widened to fp32. The sums of a tile stay in
-// memory, as fp32, from one block to the next, so each sum is that of product.cpp.
+// The product of two matrices for every instruction set; the tables of simd_kernels.h have it. A
+// tile is computed from blocks of both matrices that are widened to fp32. The sums of a tile stay
+// in memory, as fp32, from one block to the next, so each sum is that of product.cpp.
 #include "kernels/simd/simd_targets.h"
 
 #undef HWY_TARGET_INCLUDE

@@ -1,5 +1,5 @@
-// Vectors of fp32, the operations in which rules.inc is written, and the rules. A part of simd.cpp,
-// which includes it again for each instruction set, as Highway requires.
+// Vectors of fp32, the operations in which rules.inc is written, and the rules. A part of
+// simd_kernels.h, which includes it again for each target, as Highway requires.
 #if defined(HYBRIDOPT_KERNELS_SIMD_RULES_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef HYBRIDOPT_KERNELS_SIMD_RULES_H
 #undef HYBRIDOPT_KERNELS_SIMD_RULES_H

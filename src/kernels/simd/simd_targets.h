@@ -9,8 +9,11 @@
 // SSE has no fused multiply-add. AVX3_DL has no instruction that is used here. AVX-512's
 // instructions for bf16 flush denormals to zero. HWY_SVE works with vectors of any length: SVE2 and
 // the targets for one length have no instruction that is used here either.
-// A build with sanitizers has one target, AVX2: they make each take minutes to compile.
-#ifdef HYBRIDOPT_ONE_SIMD_TARGET
+// A file with the kernels of one instruction set skips the others. A build with sanitizers has AVX2
+// alone: they make each take minutes to compile.
+#if defined(HYBRIDOPT_SIMD_TARGET)
+#define HYBRIDOPT_SKIPPED_TARGETS ((HWY_AVX3 | HWY_AVX2 | HWY_SVE) & ~HYBRIDOPT_SIMD_TARGET)
+#elif defined(HYBRIDOPT_ONE_SIMD_TARGET)
 #define HYBRIDOPT_SKIPPED_TARGETS HWY_AVX3
 #else
 #define HYBRIDOPT_SKIPPED_TARGETS 0

@@ -1,5 +1,5 @@
 // Reads, rounds and stores units, which are two vectors of elements, and the vector codecs of all
-// formats. A part of simd.cpp, like simd_rules.h.
+// formats. A part of simd_kernels.h, like simd_rules.h.
 #if defined(HYBRIDOPT_KERNELS_SIMD_UNIT_H) == defined(HWY_TARGET_TOGGLE)
 #ifdef HYBRIDOPT_KERNELS_SIMD_UNIT_H
 #undef HYBRIDOPT_KERNELS_SIMD_UNIT_H
@@ -16,6 +16,7 @@
 #include "kernels/formats/format.h"
 #include "kernels/kernels.h"
 #include "kernels/simd/simd_rules.h"
+#include "kernels/simd/span_units.h"
 #include "kernels/stochastic_rounding.h"
 #include "kernels/table.h"
 
@@ -38,9 +39,9 @@ HWY_INLINE Float LoadWide(const Stored<kDtype>* source) {
   }
 }
 
-// A unit is read into two vectors: its halves, or, if IsPaired() (simd.cpp), its even and its odd
-// elements. Pairs are cheaper if all arrays have elements of 16 bits: one shift and one mask widen
-// or pack them.
+// A unit is read into two vectors: its halves, or, if IsPaired() (simd_kernels.h), its even and its
+// odd elements. Pairs are cheaper if all arrays have elements of 16 bits: one shift and one mask
+// widen or pack them.
 template <int32_t kDtype, bool kInPairs>
 HWY_INLINE void LoadUnit(const Stored<kDtype>* source, Float& first, Float& second) {
   if constexpr (kInPairs) {
@@ -115,14 +116,6 @@ HWY_INLINE hn::Vec<U16> Pack(Float low, Float high, const Rounding& rounding) {
     return hn::Combine(U16(), high_half, low_half);
   }
 }
-
-// How the values of a range are rounded: the param's Rounding, and counter and tweak of the range's
-// first element.
-struct RangeRounding {
-  Rounding rounding;
-  uint32_t counter;
-  uint32_t tweak;
-};
 
 // The random bits of a unit's vectors, for moment0, for moment1 and for masters.
 struct Draw {

@@ -1,0 +1,11 @@
+// The kernels for SVE.
+#ifdef __aarch64__
+#define HYBRIDOPT_SIMD_TARGET HWY_SVE
+#include "kernels/simd/simd_targets.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/simd/sve.cpp"
+#include <hwy/foreach_target.h>
+// foreach_target.h comes first; it includes this file again, once per target.
+#include "kernels/simd/simd_kernels.h"
+#endif
