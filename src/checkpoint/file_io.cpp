@@ -45,12 +45,45 @@ Status CloseFile(Files& files, int file, const std::string& path) {
 
 uint64_t BytesMoved(int64_t result) { return result > 0 ? static_cast<uint64_t>(result) : 0; }
 
+// What a user can do about an error.
 const char* AdviceFor(int64_t error) {
-  if (error == -ENOSPC || error == -EDQUOT) return "; free space there, or save somewhere else";
-  if (error == -EEXIST || error == -ENOTEMPTY) return "; choose a path that does not exist yet";
-  if (error == -ESPIPE) return "; expected a regular file";
-  if (error == -ENOENT || error == -ENOTDIR) return "; the directory it lies in must exist";
-  return "";
+  switch (-error) {
+    case ENOSPC:
+    case EDQUOT:
+      return "; free space there, or save somewhere else";
+    case EEXIST:
+    case ENOTEMPTY:
+      return "; choose a path that does not exist yet";
+    case ESPIPE:
+      return "; expected a regular file";
+    case ENOENT:
+    case ENOTDIR:
+      return "; the directory it lies in must exist";
+    case EACCES:
+    case EPERM:
+      return "; give this user the permission (see chmod and chown), or choose another path";
+    case EROFS:
+      return "; mount that file system with write access, or choose a path on another one";
+    case ENAMETOOLONG:
+      return "; choose a shorter path (most systems allow 255 bytes for each name)";
+    case ELOOP:
+      return "; a symbolic link there leads back to itself: remove it, or choose another path";
+    case EFBIG:
+      return "; that file system or `ulimit -f` allows no file of this size: choose another path "
+             "or "
+             "raise the limit";
+    case EMFILE:
+      return "; raise the number of open files of this process (`ulimit -n`)";
+    case ENFILE:
+      return "; close files of other programs, or raise fs.file-max of this machine";
+    case EISDIR:
+      return "; a directory is there, expected a file";
+    case EIO:
+    case ESTALE:
+      return "; look at the drive and at the connection to it (`dmesg` says more)";
+    default:
+      return "";
+  }
 }
 
 }  // namespace

@@ -313,6 +313,41 @@ TEST(CheckpointBlocks, LargerThanWhatIsReadAtOnceAreComparedAgainToo) {
   EXPECT_NE(text.find("a mixture now"), std::string::npos) << text;
 }
 
+TEST_F(CheckpointIoTest, EachErrorOfASystemSaysTheWayOut) {
+  struct Advised {
+    int error;
+    const char* advice;
+  };
+  const Advised advised[] = {
+      {ENOSPC, "free space there, or save somewhere else"},
+      {EDQUOT, "free space there, or save somewhere else"},
+      {EEXIST, "choose a path that does not exist yet"},
+      {ESPIPE, "expected a regular file"},
+      {ENOTDIR, "the directory it lies in must exist"},
+      {EACCES, "give this user the permission"},
+      {EPERM, "give this user the permission"},
+      {EROFS, "mount that file system with write access"},
+      {ENAMETOOLONG, "choose a shorter path"},
+      {ELOOP, "a symbolic link there leads back to itself"},
+      {EFBIG, "that file system or `ulimit -f` allows no file of this size"},
+      {EMFILE, "raise the number of open files of this process"},
+      {ENFILE, "close files of other programs, or raise fs.file-max"},
+      {EISDIR, "a directory is there, expected a file"},
+      {EIO, "look at the drive"},
+      {ESTALE, "look at the drive"},
+  };
+  Start();
+  for (const auto& [error, advice] : advised) {
+    files_.Inject(Operation::kOpen, 0, error, true);
+    const offload_ticket_t ticket = rig_->Save(directory_ / "new");
+    EXPECT_EQ(offload_optimizer_wait(rig_->optimizer(), ticket, -1), OFFLOAD_IO_FAILED);
+    files_.Heal();
+    const std::string told = "(errno " + std::to_string(error) + "); " + advice;
+    EXPECT_NE(Text().find(told), std::string::npos) << Text();
+  }
+  rig_->Wait(rig_->Save(directory_ / "new"));
+}
+
 TEST_F(CheckpointIoTest, WhoWaitsForEverythingIsToldOnceOfAFailedSave) {
   Start();
   files_.Inject(Operation::kWrite, 0, ENOSPC, true);

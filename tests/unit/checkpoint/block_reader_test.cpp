@@ -146,7 +146,9 @@ TEST_F(BlockReaderTest, AFailureComesWithItsExtentAndTheOthersAllTheSame) {
   ExpectBytes(reader.Next(), extents[0]);
   Status status = reader.Next().status();
   EXPECT_EQ(status.code(), OFFLOAD_IO_FAILED);
-  EXPECT_EQ(status.message(), "could not read '" + Path(0) + "': Input/output error (errno 5)");
+  EXPECT_EQ(status.message(), "could not read '" + Path(0) +
+                                  "': Input/output error (errno 5); look at the drive and at the "
+                                  "connection to it (`dmesg` says more)");
   status = reader.Next().status();
   EXPECT_EQ(status.code(), OFFLOAD_CHECKPOINT_CORRUPT);
   EXPECT_EQ(status.message(),
