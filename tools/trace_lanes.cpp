@@ -42,7 +42,7 @@ bool IsWait(const std::string& name) {
 }
 
 // Reads members of objects. `ok` becomes false if one is missing or wrong; its value is then empty.
-struct Reader {
+struct LanesReader {
   const Json& Member(const Json& parent, const char* key) {
     static const Json nothing;
     const auto found = parent.is_object() ? parent.find(key) : parent.end();
@@ -77,7 +77,7 @@ class Collector {
  public:
   // Returns false if the event is none that the library writes.
   bool Add(const Json& event) {
-    Reader reader;
+    LanesReader reader;
     const std::string kind = reader.Text(event, "ph");
     const std::string name = reader.Text(event, "name");
     if (kind == "M" && name == "process_name") return true;
@@ -153,7 +153,7 @@ Status NoTrace(const std::string& path, const char* what) {
 
 Result<Lanes> ReadLanes(const std::string& path) {
   HYBRIDOPT_ASSIGN(const Json json, ReadJson(path, kBytesMax));
-  Reader reader;
+  LanesReader reader;
   const Json& head = reader.Member(json, "otherData");
   const Json& events = reader.Member(json, "traceEvents");
   if (reader.Text(head, "library") != "hybridopt" || !events.is_array())
