@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..base.modes import without_collection
 from ..base.owned_hooks import OwnedHook, Uncopied, drop_ended
 from ..params.fsdp2 import groups_of
 from ..traps.trap import without_traps
@@ -153,6 +154,21 @@ def is_closed(module: nn.Module) -> bool:
     )
 
 
+def is_param(param: Tensor | None) -> bool:
+    """Whether a place of a module for a param has one."""
+    return param is not None
+
+
+def note_params(module: nn.Module, has_params: dict[nn.Module, bool]) -> bool:
+    """Notes of each module, in one walk, whether it has params in or below it. module.parameters() would make such a walk
+    for each module."""
+    if module not in has_params:
+        has_params[module] = any(map(is_param, module._parameters.values()))
+        below = [note_params(child, has_params) for child in module.children()]
+        has_params[module] |= any(below)
+    return has_params[module]
+
+
 class HookedModel:
     def __init__(self, model: nn.Module, waiter: Waiter) -> None:
         self._model = model
@@ -167,6 +183,7 @@ class HookedModel:
         self._undo.append(model.register_forward_hook(Hook(waiter)).remove)
         self.attach()
 
+    @without_collection()
     def attach(self) -> None:
         """Hooks the modules that have no hooks yet."""
         waiter = self._owner()
@@ -176,16 +193,17 @@ class HookedModel:
                 if all(group is not known for known in self._groups):
                     self._attach_group(group, waiter)
         gathered = {each.sharded_param for group in self._groups for each in group.fsdp_params}
-        for module in self._open_modules(self._model, set()):
+        has_params: dict[nn.Module, bool] = {}
+        note_params(self._model, has_params)
+        for module in self._open_modules(self._model, has_params, set()):
             if module not in self._hooks:
                 self._attach_module(module, waiter)
             hook = self._hooks[module]
-            own = module.parameters(recurse=is_closed(module))
+            own = module.parameters() if is_closed(module) else filter(is_param, module._parameters.values())
             hook.own = hook.params = [param for param in own if param not in gathered]
         self.share_out()
-        for module in self._model.modules():
-            if any(True for _ in module.parameters()):
-                self._attach_methods(module, waiter)
+        for module in filter(has_params.__getitem__, has_params):
+            self._attach_methods(module, waiter)
 
     def aliases(self) -> dict[Tensor, list[Tensor]]:
         """By param: the other tensors on its memory, which FSDP2 reads instead of the param."""
@@ -205,15 +223,17 @@ class HookedModel:
         self._undo.clear()
         self._hooks.clear()
 
-    def _open_modules(self, module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    def _open_modules(
+        self, module: nn.Module, has_params: dict[nn.Module, bool], seen: set[nn.Module]
+    ) -> Iterator[nn.Module]:
         """The modules with params, in or below them, whose hooks torch calls."""
-        if module in seen or not any(True for _ in module.parameters()):
+        if module in seen or not has_params[module]:
             return
         seen.add(module)
         yield module
         if not is_closed(module):
             for child in module.children():
-                yield from self._open_modules(child, seen)
+                yield from self._open_modules(child, has_params, seen)
 
     def _used_by(self, module: nn.Module, used: dict[Tensor, None]) -> dict[Tensor, None]:
         hook = self._hooks.get(module)
