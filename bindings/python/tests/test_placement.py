@@ -363,6 +363,37 @@ def test_state_that_hooks_take_over_in_a_backward_pass_leaves_params_as_they_are
     assert everything(*pairs[0]) == everything(*pairs[1])
 
 
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("layout", ["split", "split24"])
+def test_masters_that_hooks_take_over_fit_their_params_after_the_backward_pass(layout, written):
+    """Masters halfway between two bf16 numbers, which fp32 masters round to even and split masters do not."""
+    source, model = made(None, 0, steps=[0])
+    with torch.no_grad():
+        for param in model.parameters():
+            param.view(torch.int16).bitwise_and_(~1)
+            halfway = (param.view(torch.int16).to(torch.int32) << 16) + 0x8000
+            source.state[param]["master_param"].copy_(halfway.view(torch.float32))
+            assert torch.equal(source.state[param]["master_param"].bfloat16(), param)
+    state, weights = copy.deepcopy((source.state_dict(), model.state_dict()))
+    results = []
+    for hooked in (False, True):
+        optimizer, model = made(None, 0, master_layout=layout)
+        model.load_state_dict(weights)
+        if hooked:
+            optimizer.hook_gradients()
+        optimizer.load_state_dict(state)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model(torch.randn(5, 40).bfloat16()).float().square().mean().backward()
+            if written and seed == 0:
+                with torch.no_grad():
+                    model[0].weight[::2].mul_(2)  # this is right then, and its lower halves are not
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(everything(optimizer, model))
+    assert results[0] == results[1]
+
+
 def test_a_step_lets_copies_go_and_a_look_makes_new_ones(tmp_path):
     optimizer, model = made(tmp_path, 1.0, steps=range(2))
     param = model[0].weight

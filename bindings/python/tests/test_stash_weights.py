@@ -405,6 +405,22 @@ def test_an_exception_leaves_all_in_order():
     assert train(model, wrapping) == train(other)
 
 
+def test_param_whose_memory_numpy_shares_is_named():
+    model, other = pair()
+    wrapping = stash_of().wrap(model.blocks, weights=True)
+    weight = model.blocks[0].qkv.weight
+    array = weight.detach().numpy()
+    text = r"'layer 0.qkv.weight' .* numpy\(\) .* param.data = param.data.clone\(\), or call remove\(\)"
+    for _ in range(2):
+        with pytest.raises(abi.InvalidStateError, match=text):
+            model(tokens_of(0))
+    weight.data = weight.data.clone()
+    assert train(model, wrapping) == train(other)
+    assert not (array == weight.detach().numpy()).all()
+    wrapping.remove()
+    assert train(model) == train(other)  # numpy() again has no effect
+
+
 def test_evaluation_between_forward_and_backward():
     model, other = pair()
     stash_of().wrap(model.blocks, weights=True)

@@ -39,6 +39,11 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def refuse_capture(what: str = "what the optimizer does") -> None:
     """Raises while a CUDA graph is captured. To be called before any call asks the device something: such a question
     would end the capture with an error about something else."""

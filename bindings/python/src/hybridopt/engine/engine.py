@@ -258,6 +258,13 @@ class Engine:
         else:
             self.masters.refresh()
 
+    def fit_params(self) -> None:
+        """Writes params that had to wait for the end of a backward pass (Masters.fit)."""
+        if self.masters.are_put_off:
+            self.undo_early_updates()
+            self.wait()
+            self.masters.fit()
+
     def note_params_leave(self) -> None:
         """Updates masters before params are offloaded. If the device's state is on the host already, the masters
         follow after the params have been reloaded."""

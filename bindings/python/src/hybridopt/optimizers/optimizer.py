@@ -265,6 +265,8 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         while there is no gradient."""
         self._finish()
         self._finish_gradients()
+        if self._engine is not None:
+            self._engine.fit_params()
         engine = self._engines.ready(self, always)
         if engine is not None and not engine.shown.is_as_left(self._state):
             adopting.adopt(engine, self._state, before_step=not always)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ..abi.errors import HybridoptError
 from ..abi.stash import Stash
 from ..base.checks import check_switch, refuse_assignment, shown
-from ..base.modes import refuse_capture
+from ..base.modes import is_in_backward, refuse_capture
 from ..base.units import readable
 from ..traps.away import keepers
 from .arguments import check_count, check_key, context_of, device_of, fraction_of
@@ -394,7 +394,7 @@ class ActivationStash:
     def _enter(self, key: str) -> None:
         refuse_capture("an activation stash")
         thread = self._thread
-        if _is_in_backward():
+        if is_in_backward():
             thread.begin_statement(None)
             return
         outer = thread.statements[-1].forward_pass if thread.statements else None
@@ -529,7 +529,7 @@ class ActivationStash:
         if layer in self._weights:
             with self._lock:
                 self._weights.enter(layer, is_backward=False)
-        if _is_in_backward() or not torch.is_grad_enabled() or self._has_other_hooks():
+        if is_in_backward() or not torch.is_grad_enabled() or self._has_other_hooks():
             return
         refuse_capture("an activation stash")
         if not thread.entered and layer not in self._weights_only:
@@ -643,7 +643,7 @@ class ActivationStash:
         return self._save(part) if isinstance(part, Tensor) else part  # for example a DeviceMesh
 
     def _pass_now(self) -> ForwardPass | None:
-        if _is_in_backward():
+        if is_in_backward():
             return None
         statements = self._thread.statements
         return statements[-1].forward_pass if statements else self._open
@@ -723,7 +723,3 @@ def _may_call(outer: nn.Module, inner: nn.Module) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..abi import HybridoptError, await_transfers
+from ..abi import HybridoptError, InvalidStateError, await_transfers
 from ..abi.generated import OFFLOAD_STASH_KEEP
 from ..base.modes import refuse_capture
 from ..params.members import takes_part
@@ -93,11 +93,21 @@ class Weight:
         if self._is_leaving:
             self._transfers.handle.release(self.ticket, self._user)
             self._is_leaving = False
+        self._refuse_shared_memory()
         self._transfers.order(self._stream, self._user)
         await_transfers(lambda storage: storage._cdata == self.storage._cdata)  # a save may still read the weights
         for name, param in self.params.items():
             note_away(param, name)
         self.storage.resize_(0)
+
+    def _refuse_shared_memory(self) -> None:
+        """Raises if other code has got the memory since wrap() has looked, so that torch cannot free it any more."""
+        if not self.storage.resizable():
+            raise InvalidStateError(
+                f"parameter {next(iter(self.params))!r} has been given memory that torch cannot free, or numpy() or "
+                "share_memory_() have shared its memory since wrap(weights=True); give it memory of its own, "
+                "param.data = param.data.clone(), or call remove() on what wrap() has returned"
+            )
 
     def prefetch(self) -> None:
         """Queues the copy back into new memory."""

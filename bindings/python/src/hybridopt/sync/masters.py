@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import abi
-from ..base.modes import current_stream
+from ..base.modes import current_stream, is_in_backward
 from ..params.registered import MASTER, MASTER_LOW, Slot
 from ..params.tensors import arranged, in_memory_order
 from ..state import master_bits
@@ -33,6 +33,8 @@ class Masters:
         self._state_memory = state_memory
         self._in_sync = in_sync
         self.written_before_offload: set[Slot] = set()
+        # Adopted in a backward pass, which must not see the write of a param that these masters need.
+        self._put_off: dict[Slot, Tensor] = {}
 
     def refresh(self, among: set[Slot] | None = None) -> int:
         """Makes the masters of params that other code has written (for example by loading weights) follow these
@@ -89,6 +91,7 @@ class Masters:
         cuts out the part of this process. If the entry has none, fp32 masters follow the param in the next
         step."""
         master, low = entry.get(MASTER), entry.get(MASTER_LOW)
+        self._put_off.pop(slot, None)
         if slot.split:
             if isinstance(low, Tensor):
                 low = master_bits.as_halves(part_of(low))
@@ -119,6 +122,19 @@ class Masters:
         assert slot.low_dtype is not None
         flat = in_memory_order(arranged(master, torch.float32, slot.stride)).cpu()
         low, fitting = master_bits.split(flat, in_memory_order(slot.bound).cpu(), slot.low_dtype)
-        if fitting is not None:
+        if fitting is not None and is_in_backward():
+            self._put_off[slot] = flat.clone()
+        elif fitting is not None:
             slot.bound.copy_(slot.arrange(fitting))
         self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, slot.arrange(low))
+
+    @property
+    def are_put_off(self) -> bool:
+        """Whether fit() has anything to do, and may do it."""
+        return bool(self._put_off) and not is_in_backward()
+
+    def fit(self) -> None:
+        """Writes the params that adopt() could not write in a backward pass."""
+        for slot in list(self._put_off):
+            self._split(slot, slot.arrange(self._put_off[slot]))
+            del self._put_off[slot]
