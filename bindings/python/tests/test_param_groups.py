@@ -420,6 +420,19 @@ def test_a_state_dict_has_all_groups(name):
             other_kind.load_state_dict(foreign)
 
 
+def test_params_of_another_algorithm_in_adagrad_have_no_sums_before_their_first_step():
+    def made():
+        params = some_params(1) + some_params(2)
+        return params, hybridopt.Adagrad([{"params": params[:2]}, {"params": params[2:], "algorithm": "lion"}])
+
+    (params, optimizer), (loaded, other) = made(), made()
+    assert set(optimizer.state) == set(params[:2])
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, its in ((optimizer, params), (other, loaded)):
+        steps_of(each, its, 2)
+    assert equal(params, loaded)
+
+
 def test_a_state_dict_of_torch_leaves_the_algorithms():
     params = some_params(1) + some_params(2)
     optimizer = mixed(params, "sgd")

@@ -404,8 +404,8 @@ class Adagrad(OffloadOptimizer, torch.optim.Adagrad):
         read, and the first step takes it over. Entries that were deleted since do not come back."""
         super()._fill_state()
         seen: set[Tensor] = vars(self).setdefault("_shown_from_the_start", set())
-        for group in self.param_groups:
-            for param in group["params"]:
+        for group, algorithm in zip(self.param_groups, self._algorithms_of(self.param_groups)):
+            for param in group["params"] if algorithm == abi.OFFLOAD_ADAGRAD else ():
                 if param not in seen and dict.get(self._state, param) is None:
                     begin = group["initial_accumulator_value"]
                     dtype = state_dtype_of(self._options["state_dtype"])
