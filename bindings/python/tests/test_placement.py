@@ -363,6 +363,26 @@ def test_state_that_hooks_take_over_in_a_backward_pass_leaves_params_as_they_are
     assert everything(*pairs[0]) == everything(*pairs[1])
 
 
+@pytest.mark.parametrize("options", LAYOUTS)
+def test_masters_on_disk_are_written_where_their_params_are_now(options, tmp_path):
+    """A load writes masters before a step has bound params that have got other memory: the old one may belong to others."""
+    pairs = [made(tmp_path, share, steps=range(2), **options) for share in (1.0, 0)]
+    for optimizer, model in pairs:
+        state = copy.deepcopy(optimizer.state_dict())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.view(torch.int16).bitwise_xor_(1)
+        before = [param.data for param in model.parameters()]
+        for param in model.parameters():
+            param.data = param.detach().clone()
+            param.data.view(torch.int16).bitwise_xor_(1)
+        kept = bits(before)
+        optimizer.load_state_dict(state)
+        run(optimizer, list(model.parameters()), [2])
+        assert bits(before) == kept
+    assert everything(*pairs[0]) == everything(*pairs[1])
+
+
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("layout", ["split", "split24"])
 def test_masters_that_hooks_take_over_fit_their_params_after_the_backward_pass(layout, written):

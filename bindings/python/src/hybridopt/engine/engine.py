@@ -54,7 +54,7 @@ class Engine:
         self.bound = Bound(self.handle, self.registered)
         self.steps = Steps(self.handle)
         self.under_way: UnderWay | None = None  # made by the first begin_step()
-        self.state_memory = StateMemory(self.handle, device)
+        self.state_memory = StateMemory(self.handle, device, self.bound)
         self.in_sync = in_sync_of(self.slots, device, self.bound.addresses)
         self.masters = Masters(self.handle, device, self.slots, self.state_memory, self.in_sync)
         self.shown = Shown(self.handle, device, self.registered, self.state_memory)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import abi
 from ..traps import away
+from ..traps.offloaded import is_offloaded
 from .registered import Registered, Slot
 from .slot_batch import BATCH_SLOTS, SlotBatch, slot_batches_of
 from .tensors import local, version_of
@@ -136,6 +137,16 @@ class Bound:
             batch.find_params()
         self.release()
         self._tell_changed(None)
+
+    def bind_present(self, slot: Slot) -> None:
+        """Binds the present address of one param, for a call that uses its memory before the next bind(). Offloaded
+        params have no address."""
+        if is_offloaded(slot.param):
+            return
+        away.bring_back([slot.param])
+        address = self._batch_of(slot).address_of(slot)
+        if address != self.addresses.params[slot.id]:
+            self.addresses.tell([slot.id], [address], [0])
 
     def release(self) -> None:
         """Drops the references to the gradients that look() or bind() has found."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import abi
+from ..params.bound import Bound
 from ..params.registered import Slot
 from ..params.tensors import STATE_DTYPES, arranged, cuda_view, host_view, in_memory_order
 from . import master_bits
@@ -14,9 +15,10 @@ from . import master_bits
 class StateMemory:
     """Reads and writes state. Callers must have waited for queued work that uses it."""
 
-    def __init__(self, handle: abi.Optimizer, device: torch.device) -> None:
+    def __init__(self, handle: abi.Optimizer, device: torch.device, bound: Bound) -> None:
         self._handle = handle
         self._device = device
+        self._bound = bound
 
     def drain(self) -> None:
         """Waits for everything queued."""
@@ -54,6 +56,8 @@ class StateMemory:
         return any(self.view_of(slot, kind).disk_count > 0 for kind in slot.kinds.values())
 
     def _read_disk(self, slot: Slot, kind: int, view: abi.offload_state_view_t) -> Tensor:
+        if kind == abi.OFFLOAD_STATE_MASTER_LOW:
+            self._bound.bind_present(slot)  # the library reads the upper halves there
         numbers = torch.empty(view.disk_count, dtype=torch.float32, device="cpu")
         first = view.device_count + view.host_count
         self._handle.read_state(slot.id, _numbers_of(kind), first, view.disk_count, numbers.data_ptr())
@@ -67,6 +71,8 @@ class StateMemory:
         first = view.device_count + view.host_count
         numbers = flat[first:].cpu()
         is_master = kind in (abi.OFFLOAD_STATE_MASTER, abi.OFFLOAD_STATE_MASTER_LOW)
+        if is_master:
+            self._bound.bind_present(slot)
         before = slot.bound.clone() if is_master else None
         if kind == abi.OFFLOAD_STATE_MASTER_LOW:
             numbers = master_bits.joined(in_memory_order(slot.bound)[first:].cpu(), numbers)

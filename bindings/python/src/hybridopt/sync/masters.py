@@ -15,6 +15,7 @@ from ..params.registered import MASTER, MASTER_LOW, Slot
 from ..params.tensors import arranged, in_memory_order
 from ..state import master_bits
 from ..state.state_memory import StateMemory
+from ..traps import away
 from .in_sync import InSync
 
 
@@ -73,16 +74,16 @@ class Masters:
         self._handle.drain()
         if slot.split:
             low = self._state_memory.read(slot, abi.OFFLOAD_STATE_MASTER_LOW)
-            return master_bits.joined(in_memory_order(slot.bound).cpu(), low)
+            return master_bits.joined(_elements(slot).cpu(), low)
         if MASTER in slot.kinds:
             return self._state_memory.read(slot, abi.OFFLOAD_STATE_MASTER)
-        return in_memory_order(slot.bound).cpu()
+        return _elements(slot).cpu()
 
     def has_low_bits(self, slot: Slot) -> bool:
         """Whether the master has bits that the param does not have."""
         if slot.dtype == torch.float32:
             return False
-        return not torch.equal(self.read(slot), in_memory_order(slot.bound).cpu().float())
+        return not torch.equal(self.read(slot), _elements(slot).cpu().float())
 
     def adopt(
         self, slot: Slot, entry: dict[str, Any], part_of: Callable[[Tensor], Tensor]
@@ -116,12 +117,12 @@ class Masters:
 
     def _joined(self, slot: Slot, low: Tensor) -> Tensor:
         flat = in_memory_order(arranged(low, low.dtype, slot.stride)).cpu()
-        return slot.arrange(master_bits.joined(in_memory_order(slot.bound).cpu(), flat))
+        return slot.arrange(master_bits.joined(_elements(slot).cpu(), flat))
 
     def _split(self, slot: Slot, master: Tensor) -> None:
         assert slot.low_dtype is not None
         flat = in_memory_order(arranged(master, torch.float32, slot.stride)).cpu()
-        low, fitting = master_bits.split(flat, in_memory_order(slot.bound).cpu(), slot.low_dtype)
+        low, fitting = master_bits.split(flat, _elements(slot).cpu(), slot.low_dtype)
         if fitting is not None and is_in_backward():
             self._put_off[slot] = flat.clone()
         elif fitting is not None:
@@ -138,3 +139,9 @@ class Masters:
         for slot in list(self._put_off):
             self._split(slot, slot.arrange(self._put_off[slot]))
             del self._put_off[slot]
+
+
+def _elements(slot: Slot) -> Tensor:
+    """The elements of a param in the order of memory, even if a stash has put the param aside."""
+    away.bring_back([slot.param])
+    return in_memory_order(slot.bound)
