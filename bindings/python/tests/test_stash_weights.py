@@ -405,6 +405,31 @@ def test_an_exception_leaves_all_in_order():
     assert train(model, wrapping) == train(other)
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("layout", ["fp32", "split"])
+def test_hooks_take_over_state_while_weights_are_away(layout, share, tmp_path):
+    """State that is loaded between the passes is adopted by the first hook of the backward pass."""
+    results = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model = Model().bfloat16()
+        options = {"disk_fraction": share, "disk_paths": tmp_path} if share else {}
+        optimizer = hybridopt.AdamW(model.named_parameters(), lr=1e-2, master_layout=layout, **options)
+        optimizer.hook_gradients()
+        wrapping = stash_of().wrap(model.blocks, weights=True) if wrapped else None
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = model(tokens_of(step))
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if wrapping is not None:
+            wrapping.bring_back()
+        results.append(bits(model.parameters()))
+    assert results[0] == results[1]
+
+
 def test_param_whose_memory_numpy_shares_is_named():
     model, other = pair()
     wrapping = stash_of().wrap(model.blocks, weights=True)

@@ -154,16 +154,16 @@ def is_closed(module: nn.Module) -> bool:
     )
 
 
-def is_param(param: Tensor | None) -> bool:
-    """Whether a place of a module for a param has one."""
-    return param is not None
+def own_params(module: nn.Module) -> Iterator[Tensor]:
+    """The params of a module without those of the modules below it."""
+    return (param for param in module._parameters.values() if param is not None)
 
 
 def note_params(module: nn.Module, has_params: dict[nn.Module, bool]) -> bool:
     """Notes of each module, in one walk, whether it has params in or below it. module.parameters() would make such a walk
     for each module."""
     if module not in has_params:
-        has_params[module] = any(map(is_param, module._parameters.values()))
+        has_params[module] = any(True for _ in own_params(module))
         below = [note_params(child, has_params) for child in module.children()]
         has_params[module] |= any(below)
     return has_params[module]
@@ -199,7 +199,7 @@ class HookedModel:
             if module not in self._hooks:
                 self._attach_module(module, waiter)
             hook = self._hooks[module]
-            own = module.parameters() if is_closed(module) else filter(is_param, module._parameters.values())
+            own = module.parameters() if is_closed(module) else own_params(module)
             hook.own = hook.params = [param for param in own if param not in gathered]
         self.share_out()
         for module in filter(has_params.__getitem__, has_params):

@@ -139,14 +139,13 @@ class Bound:
         self._tell_changed(None)
 
     def bind_present(self, slot: Slot) -> None:
-        """Binds the present address of one param, for a call that uses its memory before the next bind(). Offloaded
-        params have no address."""
+        """Binds the params for a call that uses the memory of this one before the next bind(). If it has moved, others may
+        have moved too, one to where another was. Offloaded params have no address."""
         if is_offloaded(slot.param):
             return
         away.bring_back([slot.param])
-        address = self._batch_of(slot).address_of(slot)
-        if address != self.addresses.params[slot.id]:
-            self.addresses.tell([slot.id], [address], [0])
+        if self._batch_of(slot).address_of(slot) != self.addresses.params[slot.id]:
+            self.bind_params()
 
     def release(self) -> None:
         """Drops the references to the gradients that look() or bind() has found."""
