@@ -6,15 +6,17 @@ and SkyRL's strategy for FSDP2, each with torch's AdamW and with ours, and torch
 
 One GPU, one process for each contender, and nothing in the place of the rollout. An iteration is: wake, one step, sleep.
 Its seconds are medians of all but the first. "free" is the device memory that another process could take while the
-worker sleeps, "host" how much more of the machine's memory is in use at most than before the worker was made. The same
-number of steps follows without a phase, in a second process: "same bits" compares hashes of the params. torch is asked
-for deterministic algorithms. verl, skyrl and torch_memory_saver are used where they can be imported; Ray, data sets and
-servers are left out.
+worker sleeps, "host" how much more of the machine's memory is in use at most than before the worker was made. A second
+process makes the same steps without a phase: "same bits" compares hashes of the params. Where our state is on the host,
+the worker's own switch that moves state is off. torch is asked for deterministic algorithms, and attention is eager,
+because other kinds have none. verl, skyrl and torch_memory_saver are used where they can be imported; Ray, data sets
+and servers are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -81,8 +83,9 @@ def verl_worker(options: argparse.Namespace, ours: dict | None) -> Worker:
     )
     engine = FSDPEngineWithLMHead(
         HFModelConfig(path=options.model, load_tokenizer=False, use_remove_padding=False,
-                      override_config={"attn_implementation": "sdpa"}),
-        FSDPEngineConfig(strategy="fsdp2", param_offload=options.phases, optimizer_offload=options.phases,
+                      override_config={"attn_implementation": "eager"}),
+        FSDPEngineConfig(strategy="fsdp2", param_offload=options.phases,
+                         optimizer_offload=options.phases and ours is None,  # ours leaves state where it is
                          model_dtype="fp32" if ours is None else "bf16", use_torch_compile=False),
         config, CheckpointConfig(),
     )  # fmt: skip
@@ -112,14 +115,15 @@ def skyrl_worker(options: argparse.Namespace, ours: dict | None) -> Worker:
     module = importlib.import_module(STRATEGY) if ours is None else patched(ours)
     strategy = module.FSDPStrategy(
         FSDPConfig(cpu_offload=False),
-        OptimizerConfig(lr=1e-5, max_grad_norm=1.0, offload_after_step=True, num_warmup_steps=2, scheduler="cosine"),
+        OptimizerConfig(lr=1e-5, max_grad_norm=1.0, offload_after_step=ours is None, num_warmup_steps=2,
+                        scheduler="cosine"),
         ModelConfig(),
         num_training_steps=100,
     )
     strategy.setup_distributed()
     torch.manual_seed(3)
     dtype = torch.float32 if ours is None else torch.bfloat16
-    model = LlamaForCausalLM(AutoConfig.from_pretrained(options.model)).to(dtype)
+    model = LlamaForCausalLM(AutoConfig.from_pretrained(options.model, attn_implementation="eager")).to(dtype)
     model, optimizer, scheduler = strategy.prepare((model, None, None))
 
     def step(tokens: torch.Tensor) -> None:
@@ -142,7 +146,7 @@ def memory_saver_worker(options: argparse.Namespace, ours: dict | None) -> Worke
     from transformers import AutoConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
-    config = AutoConfig.from_pretrained(options.model)
+    config = AutoConfig.from_pretrained(options.model, attn_implementation="eager")
     with saver.region(enable_cpu_backup=True), torch.device("cuda"):
         model = LlamaForCausalLM(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -223,7 +227,8 @@ def run(options: argparse.Namespace, name: str) -> dict:
     maker, ours = CONTENDERS[name]
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    port = str(29500 + os.getpid() % 1000)  # several processes may run at a time
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.cuda.set_device(0)
     if maker != "torch_memory_saver":
         torch.distributed.init_process_group("nccl", rank=0, world_size=1)
@@ -313,8 +318,11 @@ def main() -> None:
         options.model = save_model(options, folder)
         print("| | wake, s | step, s | sleep, s | free, GiB | of, GiB | host, GiB | same bits |")
         print("|---|---|---|---|---|---|---|---|")
-        for name in filter(re.compile(options.only).search, CONTENDERS):
-            moving, staying = (spawned(options, name, phases) for phases in (True, False))
+        names = list(filter(re.compile(options.only).search, CONTENDERS))
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:  # these are not timed
+            stayed = dict(zip(names, pool.map(lambda name: spawned(options, name, False), names)))
+        for name in names:
+            moving, staying = spawned(options, name, True), stayed[name]
             if moving is None or staying is None:
                 continue
             same = "yes" if moving["hash"] == staying["hash"] else "**no**"
