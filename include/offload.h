@@ -418,7 +418,7 @@ typedef struct offload_optimizer_options {
                                   device, with OFFLOAD_EXECUTORS_STREAMED, and if gradients are not
                                   movable */
   int32_t track_changes;       /* 1: steps note which elements of params they change, for
-                                  offload_optimizer_changes: one bit for each element in device
+                                  offload_optimizer_changes: two bits for each element in device
                                   memory, two in host memory; 0 = steps note nothing */
   uint32_t reserved2;          /* 0 */
   uint64_t save_buffer_bytes;  /* host memory, for a GPU pinned, to which a step copies state before
@@ -1052,9 +1052,8 @@ typedef struct offload_changes {
  * If options.buffer_bytes does not suffice, the status is INVALID_ARGUMENT, and of *out the library
  * writes `bytes`.
  * Params on a device are read there, and only the changed elements are copied; if the buffer is
- * there too, 2 bytes of each, by which the library knows what the take has. While a take runs it
- * uses up to 9 MB of device memory and as much pinned host memory, and 1 byte of host memory for
- * each 256 elements.
+ * there too, none. While a take runs it uses up to 9 MB of device memory and as much pinned host
+ * memory.
  * Errors: INVALID_ARGUMENT (unknown param, or one twice; buffer is NULL, not aligned or not memory
  * of the device; buffer_bytes: the text has the bytes needed; dense_above; stream), INVALID_STATE
  * (before commit; options.track_changes was 0; while work is queued, a save until its ticket

@@ -92,8 +92,8 @@ struct ChangeSurvey {
   ChangeTile* tiles;  // device address: all parts' tiles, in order
 };
 
-// The changed elements of parts, all of them with elements of the same size. Parts that have an
-// output get indices and values there, the others values in `values`.
+// The changed elements of parts, all of them with elements of the same size. Either all parts have
+// an output, which gets indices and values, or `offsets` and `values` get those of all parts.
 struct ChangeCollection {
   std::span<const ChangePart> parts;
   const uint32_t* starts;  // device address: for each tile, how many elements come before it

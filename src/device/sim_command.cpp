@@ -1,6 +1,7 @@
 #include "device/sim_command.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -258,36 +259,39 @@ Status SimExecutor::Apply(const sim::CollectChanges& collect) const {
   for (const ChangePart& part : launch.parts) {
     HYBRIDOPT_ASSIGN(const ChangePart located, LocatePart(part));
     HYBRIDOPT_ASSIGN(const uint32_t* const starts, Locate("starts", next, part.tiles()));
-    const bool has_output = part.output.indices != nullptr;
     for (uint64_t tile = 0; tile < part.tiles(); ++tile) {
       const uint64_t count = SurveyTile(located, tile).count;
       if (count == 0) continue;
-      const uint64_t first = starts[tile] - (has_output ? starts[0] : 0);
-      std::byte* const to = has_output ? part.output.values : launch.values;
-      HYBRIDOPT_ASSIGN(uint16_t* const offsets,
-                       Locate("offsets", launch.offsets + starts[tile], count));
-      HYBRIDOPT_ASSIGN(void* const values, Locate("values", to + first * part.element_bytes, count,
-                                                  part.element_bytes, part.element_bytes));
+      const uint64_t start = starts[tile];
+      if (part.output.indices != nullptr) {
+        HYBRIDOPT_TRY(WriteOutput(located, tile, count, start - starts[0]));
+        continue;
+      }
+      HYBRIDOPT_ASSIGN(uint16_t* const offsets, Locate("offsets", launch.offsets + start, count));
+      HYBRIDOPT_ASSIGN(void* const values,
+                       Locate("values", launch.values + start * part.element_bytes, count,
+                              part.element_bytes, part.element_bytes));
       (void)CollectTile(located, tile, offsets, static_cast<std::byte*>(values));
-      if (has_output)
-        HYBRIDOPT_TRY(WriteIndices(part, tile, std::span<const uint16_t>(offsets, count), first));
     }
     next += part.tiles();
   }
   return Status();
 }
 
-// `first` is the place of the first one in the output.
-Status SimExecutor::WriteIndices(const ChangePart& part, uint64_t tile,
-                                 std::span<const uint16_t> offsets, uint64_t first) const {
-  const uint32_t bytes = part.output.index_bytes;
-  HYBRIDOPT_ASSIGN(void* const located, Locate("indices", part.output.indices + first * bytes,
-                                               offsets.size(), bytes, bytes));
-  auto* to = static_cast<std::byte*>(located);
-  for (uint16_t offset : offsets) {
-    const uint64_t index = (part.first_tile + tile) * kChangeTileElements + offset;
-    std::memcpy(to, &index, bytes);  // the low bytes
-    to += bytes;
+// `first` is the place of the tile's first changed element in the output.
+Status SimExecutor::WriteOutput(const ChangePart& part, uint64_t tile, uint64_t count,
+                                uint64_t first) const {
+  const ChangeOutput& output = part.output;
+  const uint32_t index_bytes = output.index_bytes;
+  HYBRIDOPT_ASSIGN(void* const indices, Locate("indices", output.indices + first * index_bytes,
+                                               count, index_bytes, index_bytes));
+  HYBRIDOPT_ASSIGN(void* const values, Locate("values", output.values + first * part.element_bytes,
+                                              count, part.element_bytes, part.element_bytes));
+  std::array<uint16_t, kChangeTileElements> offsets;
+  (void)CollectTile(part, tile, offsets.data(), static_cast<std::byte*>(values));
+  for (uint64_t i = 0; i < count; ++i) {
+    const uint64_t index = (part.first_tile + tile) * kChangeTileElements + offsets[i];
+    std::memcpy(static_cast<std::byte*>(indices) + i * index_bytes, &index, index_bytes);
   }
   return Status();
 }

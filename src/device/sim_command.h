@@ -165,8 +165,7 @@ class SimExecutor {
   Result<NotedBits> LocateNoted(const DeviceUpdate& update) const;
   Result<void*> LocateWorkspace(const UpdateLaunch& launch, const MatrixShape& shape) const;
   Result<ChangePart> LocatePart(const ChangePart& part) const;
-  Status WriteIndices(const ChangePart& part, uint64_t tile, std::span<const uint16_t> offsets,
-                      uint64_t first) const;
+  Status WriteOutput(const ChangePart& part, uint64_t tile, uint64_t count, uint64_t first) const;
 
   // One input of a norm, at addresses that host code can access.
   struct NormBlocks {

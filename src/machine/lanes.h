@@ -43,7 +43,7 @@ struct LaneSizes {
   uint64_t slot_grad_bytes = 0;
   uint64_t slot_param_bytes = 0;
   uint64_t norm_blocks = 0;
-  uint64_t change_words = 0;          // of bits on the device, one for each element
+  uint64_t change_words = 0;          // of bits on the device, two for each element
   uint64_t device_grad_elements = 0;  // room in fp32 for gradients that a step copies up
   uint64_t matrix_bytes = 0;          // workspace of each stream that updates matrices
   bool streams_state = false;         // state may go through the device's ring, now or later
@@ -203,7 +203,7 @@ class Lanes {
   EventHandle grads_summed = nullptr;  // on the host: block sums of gradients being moved
   double* block_sums = nullptr;        // device
   Verdict* device_verdict = nullptr;   // device
-  uint64_t* device_changes = nullptr;  // device: a bit for each element that the device has changed
+  uint64_t* device_changes = nullptr;  // device: the bits of state_io/change_log.h
   float* device_grads = nullptr;       // device: gradients copied up for a step
   void* matrix_workspace = nullptr;    // device: of the compute stream
   void* stream_matrix_workspace = nullptr;  // device: of state_update

@@ -25,6 +25,7 @@
 #include "state/lifecycle.h"
 #include "state/param_table.h"
 #include "state_io/change_log.h"
+#include "state_io/change_reader.h"
 #include "step/step.h"
 
 namespace hybridopt {
@@ -66,6 +67,7 @@ struct Committed {
   std::unique_ptr<HostNormSums> host_norm_sums;
   StepCounts step_counts;
   std::unique_ptr<ChangeLog> changes;
+  ChangeTable change_table;
   std::unique_ptr<StepPipeline> pipeline;
   std::unique_ptr<MasterFill> master_fill;
   std::unique_ptr<Mover> mover;

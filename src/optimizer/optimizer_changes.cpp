@@ -133,7 +133,7 @@ Status Optimizer::Changes(std::span<const uint32_t> params,
     indices.emplace_back(table_.param(id).shard, (options.flags & OFFLOAD_CHANGES_IN_TENSOR) != 0);
     HYBRIDOPT_ASSIGN(sources.emplace_back(), SourceOfChanges(id, options, indices.back()));
   }
-  ChangeReader reader(*context_, std::move(sources));
+  ChangeReader reader(*context_, std::move(sources), committed_->change_table);
   HYBRIDOPT_TRY(reader.Survey());
   LayOutChanges(ids, options, reader, indices, out);
   HYBRIDOPT_TRY(CheckBuffer(options, out.bytes));
@@ -147,8 +147,7 @@ Result<ChangeSource> Optimizer::SourceOfChanges(uint32_t id,
   ChangeLog& log = *committed_->changes;
   const Param& param = table_.param(id);
   const ParamRange range = committed_->Locator().Params(id, 0, LocationOf(id));
-  ChangeSource source{range.data, range.on_device, param.count, DtypeBytes(param.dtype), nullptr,
-                      {}};
+  ChangeSource source{range.data, range.on_device, param.count, DtypeBytes(param.dtype), {}, {}};
   if (log.Whole(id)) return source;
   const bool gaps = (options.flags & OFFLOAD_CHANGES_GAPS) != 0;
   if (!range.on_device || indices.needs_bits(gaps)) HYBRIDOPT_TRY(log.BringDown(id));
@@ -207,18 +206,10 @@ Status Optimizer::CollectChanges(std::span<const uint32_t> ids,
   for (size_t i = 0; i < ids.size(); ++i) {
     const offload_change_t& change = changes_[i];
     hashes.push_back(change.hash);
-    if (change.dense != 0) {
-      // The bits of its elements do not come down with the elements.
-      if (!log.Whole(ids[i])) HYBRIDOPT_TRY(log.BringDown(ids[i]));
-      continue;
-    }
-    if (change.count == 0) continue;
-    targets[i] = {&indices[i], buffer + change.indices_offset, buffer + change.values_offset,
-                  reader.has_device_bits(i) ? log.Pending(ids[i]) : nullptr};
+    if (change.dense != 0 || change.count == 0) continue;
+    targets[i] = {&indices[i], buffer + change.indices_offset, buffer + change.values_offset};
   }
   HYBRIDOPT_TRY(reader.Collect(targets, OnDevice(options)));
-  for (size_t i = 0; i < ids.size(); ++i)
-    if (targets[i].pending != nullptr) log.KeepPending(ids[i]);
   HYBRIDOPT_ASSIGN(out.take, log.Take(ids, hashes));
   out.param_count = static_cast<uint32_t>(changes_.size());
   out.params = changes_.data();

@@ -7,6 +7,7 @@
 #include "move/mover.h"
 #include "place/disk_memory.h"
 #include "save/checkpoints.h"
+#include "state_io/change_reader.h"
 #include "step/step.h"
 
 namespace hybridopt {
@@ -39,7 +40,7 @@ LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
   LaneSizes sizes;
   sizes.norm_blocks = shape.norm_blocks;
   if (shape.options.unified) return sizes;
-  sizes.change_words = shape.change_words;
+  sizes.change_words = ChangeLog::DeviceWords(shape);
   const uint32_t movable = shape.options.movable;
   sizes.staging_slots =
       static_cast<uint32_t>(std::min<uint64_t>(shape.options.staging_slots, chunks.chunks.size()));
@@ -138,7 +139,7 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   plan.host_bytes =
       state_bytes[Tier::kHost] + plan.host_scratch_bytes + SwapMemory::Bytes(shape, residence);
   plan.host_early_bytes = StepPipeline::EarlyBytes(table, shape);
-  plan.host_change_bytes = ChangeLog::HostBytes(shape);
+  plan.host_change_bytes = ChangeLog::HostBytes(shape) + ChangeTable::HostBytes(shape);
   plan.host_save_bytes = Checkpoints::BufferBytes(table, shape);
   const DiskMemory::Sizes disk = DiskMemory::SizesOf(shape, arrangement.chunks);
   plan.disk_bytes = disk.file_bytes;
@@ -158,7 +159,7 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
                plan);
   if (device.unified()) return plan;
   plan.device_scratch_bytes = Lanes::DeviceScratchBytes(arrangement.lanes);
-  plan.device_change_bytes = shape.change_words * sizeof(uint64_t);
+  plan.device_change_bytes = ChangeLog::DeviceWords(shape) * sizeof(uint64_t);
   plan.device_ring_bytes = arrangement.lanes.stream_ring_bytes;
   if (arrangement.lanes.stream_slots > 0)
     plan.pinned_state_bytes = StateMemory::PinnedBytes(shape, residence);

@@ -1,6 +1,7 @@
 #include "state_io/change_log.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "state_io/shared_work.h"
@@ -24,19 +25,21 @@ uint64_t ChangeLog::HostBytes(const StateShape& shape) {
 }
 
 Status ChangeLog::UseScratch(LaneScratch& scratch) {
-  HYBRIDOPT_TRY(BringDown(0, shape_.change_words));
+  std::vector<uint32_t> all(params_.size());
+  std::iota(all.begin(), all.end(), 0);
+  HYBRIDOPT_TRY(BringDown(all));
   lanes_.UseScratch(scratch);
   return ClearDevice();
 }
 
 Status ChangeLog::ClearDevice() {
-  HYBRIDOPT_TRY(ClearDevice(0, shape_.change_words));
+  HYBRIDOPT_TRY(ClearDevice(0, 0, DeviceWords(shape_)));
   return AwaitDevice();
 }
 
-Status ChangeLog::ClearDevice(uint64_t first_word, uint64_t words) {
+Status ChangeLog::ClearDevice(uint32_t array, uint64_t first_word, uint64_t words) {
   if (lanes_.device_changes == nullptr || words == 0) return {};
-  return lanes_.device().Fill(lanes_.compute, lanes_.device_changes + first_word, 2 * words,
+  return lanes_.device().Fill(lanes_.compute, DeviceArray(array) + first_word, 2 * words,
                               Pattern{sizeof(uint32_t)});
 }
 
@@ -46,26 +49,60 @@ Status ChangeLog::AwaitDevice() {
   return lanes_.Wait(lanes_.moved[0], "bits of changes being cleared");
 }
 
+std::vector<ChangeLog::Run> ChangeLog::RunsOf(std::span<const uint32_t> ids) const {
+  std::vector<Run> runs;
+  for (uint32_t id : ids) {
+    const Tracked& param = params_[id];
+    if (!runs.empty() && runs.back().first_word + runs.back().words == FirstWord(id) &&
+        runs.back().fresh_array == param.fresh_array &&
+        runs.back().pending_on_device == param.pending_on_device)
+      runs.back().words += WordsOf(id);
+    else
+      runs.push_back({FirstWord(id), WordsOf(id), param.fresh_array, param.pending_on_device});
+  }
+  return runs;
+}
+
 // Bits are cleared only after they have been copied. After a failure in between they are set in
 // both places.
-Status ChangeLog::BringDown(uint64_t first_word, uint64_t words) {
-  if (lanes_.device_changes == nullptr || words == 0) return {};
+Status ChangeLog::BringDown(std::span<const uint32_t> ids) {
+  if (lanes_.device_changes == nullptr) return {};
+  HYBRIDOPT_TRY(BringDownPending(ids));
+  for (uint32_t id : ids) params_[id].noted = 1;
+  for (const Run& run : RunsOf(ids)) {
+    HYBRIDOPT_TRY(CopyDown(run.fresh_array, run, fresh_));
+    HYBRIDOPT_TRY(ClearDevice(run.fresh_array, run.first_word, run.words));
+  }
+  return AwaitDevice();
+}
+
+Status ChangeLog::BringDownPending(std::span<const uint32_t> ids) {
+  const std::vector<Run> runs = RunsOf(ids);
+  for (uint32_t id : ids) {
+    Tracked& param = params_[id];
+    if (!param.pending_on_device || std::exchange(param.has_pending, true)) continue;
+    std::fill_n(pending_.data() + FirstWord(id), WordsOf(id), 0);
+  }
+  for (const Run& run : runs)
+    if (run.pending_on_device) HYBRIDOPT_TRY(CopyDown(1 - run.fresh_array, run, pending_));
+  for (uint32_t id : ids) params_[id].pending_on_device = false;
+  return {};
+}
+
+Status ChangeLog::CopyDown(uint32_t array, const Run& run, std::vector<uint64_t>& to) {
+  if (run.words == 0) return {};
   HYBRIDOPT_ASSIGN(Transfer transfer, Transfer::Create(context_, "bits of changes"));
   constexpr uint64_t kPieceWords = Transfer::kStagingBytes / sizeof(uint64_t);
   const auto* const brought = reinterpret_cast<const uint64_t*>(transfer.staging());
-  for (uint64_t done = 0; done < words;) {
-    const uint64_t now = std::min(words - done, kPieceWords);
-    HYBRIDOPT_TRY(transfer.CopyDown(transfer.staging(), lanes_.device_changes + first_word + done,
-                                    now * sizeof(uint64_t)));
-    uint64_t* const to = fresh_.data() + first_word + done;
-    for (uint64_t i = 0; i < now; ++i) to[i] |= brought[i];
+  for (uint64_t done = 0; done < run.words;) {
+    const uint64_t first = run.first_word + done;
+    const uint64_t now = std::min(run.words - done, kPieceWords);
+    HYBRIDOPT_TRY(
+        transfer.CopyDown(transfer.staging(), DeviceArray(array) + first, now * sizeof(uint64_t)));
+    for (uint64_t i = 0; i < now; ++i) to[first + i] |= brought[i];
     done += now;
   }
-  for (uint32_t id = 0; id < params_.size(); ++id)
-    if (FirstWord(id) < first_word + words && FirstWord(id) + WordsOf(id) > first_word)
-      params_[id].noted = 1;
-  HYBRIDOPT_TRY(ClearDevice(first_word, words));
-  return AwaitDevice();
+  return {};
 }
 
 // Makes fresh bits on the host pending.
@@ -82,20 +119,24 @@ Status ChangeLog::MakePending(uint32_t id) {
   return {};
 }
 
+// The array with stale bits is cleared, and then becomes the one with the fresh bits.
+Status ChangeLog::MakePendingOnDevice(std::span<const uint32_t> ids) {
+  HYBRIDOPT_TRY(BringDownPending(ids));
+  for (const Run& run : RunsOf(ids))
+    HYBRIDOPT_TRY(ClearDevice(1 - run.fresh_array, run.first_word, run.words));
+  HYBRIDOPT_TRY(AwaitDevice());
+  for (uint32_t id : ids) {
+    params_[id].fresh_array = static_cast<uint8_t>(1 - params_[id].fresh_array);
+    params_[id].pending_on_device = true;
+  }
+  return {};
+}
+
 Result<uint64_t> ChangeLog::Take(std::span<const uint32_t> ids, std::span<const uint64_t> hashes) {
   // If this take fails, bits of it may be pending that an earlier one did not give.
   for (uint32_t id : ids) params_[id].take = 0;
-  for (size_t i = 0; i < ids.size();) {
-    // Params that follow each other are cleared by one command.
-    const uint64_t first = FirstWord(ids[i]);
-    uint64_t end = first;
-    for (; i < ids.size() && FirstWord(ids[i]) == end; ++i) {
-      HYBRIDOPT_TRY(MakePending(ids[i]));
-      end += WordsOf(ids[i]);
-    }
-    HYBRIDOPT_TRY(ClearDevice(first, end - first));
-  }
-  HYBRIDOPT_TRY(AwaitDevice());
+  for (uint32_t id : ids) HYBRIDOPT_TRY(MakePending(id));
+  if (lanes_.device_changes != nullptr) HYBRIDOPT_TRY(MakePendingOnDevice(ids));
   takes_ += 1;
   for (size_t i = 0; i < ids.size(); ++i) {
     Tracked& param = params_[ids[i]];
@@ -116,7 +157,7 @@ Status ChangeLog::Acknowledge(uint64_t take) {
   for (uint32_t id = 0; id < params_.size(); ++id) {
     Tracked& param = params_[id];
     if (param.take != take) continue;
-    param.has_pending = false;
+    param.has_pending = param.pending_on_device = false;
     param.take = 0;
     param.pending_whole = false;
     param.has_base = true;

@@ -3,15 +3,16 @@
 // one:
 //
 //   device   | fresh |                a bit for each element, set by updates on the device
+//            | pending |              of the last take, if it has not been acknowledged
 //              |  brought down before the device memory is given up, and for params on the host
 //   host     v fresh |                the same, set by the CPU workers
-//            | pending |              of takes that have not been acknowledged
+//            | pending |              of all takes that have not been acknowledged
 //
-// A take makes fresh bits pending: those on the device by the elements that have come down, and the
-// bits stay on the device. After an acknowledgement nothing is pending. It does not write the bits:
-// they are *stale*, nobody reads them, and the next take that makes bits of the param pending
-// replaces them. Bits that become fresh in between stay. A param may also be marked whole: then
-// nothing is known about its elements.
+// A take makes fresh bits pending. On the device the two arrays of a param change their parts; what
+// is pending there from an earlier take is brought down first. After an acknowledgement nothing is
+// pending. It does not write the bits: they are *stale*, nobody reads them, and the next take that
+// makes bits of the param pending replaces them. Bits that become fresh in between stay. A param
+// may also be marked whole: then nothing is known about its elements.
 //
 // Executors set bits on the timeline. Everything else is called by the caller's thread, or by the
 // timeline's work while no step runs.
@@ -34,6 +35,8 @@ class ChangeLog {
   // All params are marked whole.
   ChangeLog(Context& context, const StateShape& shape, Lanes& lanes);
   static uint64_t HostBytes(const StateShape& shape);
+  // The words of the device's bits.
+  static uint64_t DeviceWords(const StateShape& shape) { return 2 * shape.change_words; }
 
   bool on() const { return shape_.options.tracks_changes; }
   // The bits of a param from its element 0 on; without words if changes are not tracked.
@@ -41,7 +44,10 @@ class ChangeLog {
     if (host_words_ != nullptr) MarkNoted(id);
     return {host_words_, FirstBit(id)};
   }
-  NotedBits OnDevice(uint32_t id) const { return {lanes_.device_changes, FirstBit(id)}; }
+  NotedBits OnDevice(uint32_t id) const {
+    if (lanes_.device_changes == nullptr) return {};
+    return {DeviceArray(params_[id].fresh_array), FirstBit(id)};
+  }
 
   // Makes the lanes use other scratch memory, which may be none, and moves the device's bits there.
   Status UseScratch(LaneScratch& scratch);
@@ -53,8 +59,8 @@ class ChangeLog {
     if (on()) params_[id].whole = true;
   }
 
-  // Moves the fresh bits of a param from the device to the host.
-  Status BringDown(uint32_t id) { return BringDown(FirstWord(id), WordsOf(id)); }
+  // Moves all bits of a param from the device to the host.
+  Status BringDown(uint32_t id) { return BringDown(std::span(&id, 1)); }
   // Whether a take must give all elements.
   bool Whole(uint32_t id) const { return params_[id].whole || params_[id].pending_whole; }
   // The fresh and pending bits on the host; no words where there is no bit.
@@ -63,27 +69,26 @@ class ChangeLog {
     return {{params_[id].has_pending ? pending_.data() + first : nullptr,
              params_[id].noted != 0 ? fresh_.data() + first : nullptr}};
   }
-  // The fresh bits on the device; NULL if there are none.
-  const uint64_t* DeviceBits(uint32_t id) const {
-    return lanes_.device_changes == nullptr ? nullptr : lanes_.device_changes + FirstWord(id);
+  // The same on the device.
+  ChangedBits DeviceBits(uint32_t id) const {
+    if (lanes_.device_changes == nullptr) return {};
+    const Tracked& param = params_[id];
+    return {
+        {DeviceArray(param.fresh_array) + FirstWord(id),
+         param.pending_on_device ? DeviceArray(1 - param.fresh_array) + FirstWord(id) : nullptr}};
   }
   uint64_t WordsOf(uint32_t id) const {
     const uint64_t end = id + 1 < shape_.params.size() ? shape_.params[id + 1].first_change_word
                                                        : shape_.change_words;
     return end - FirstWord(id);
   }
-  // The pending bits of a param, for a take that replaces them by those of all its elements. Then
-  // it calls KeepPending.
-  uint64_t* Pending(uint32_t id) { return pending_.data() + FirstWord(id); }
-  void KeepPending(uint32_t id) { params_[id].has_pending = true; }
   // The hash of the param when its changes were last acknowledged; NULL: they never have been.
   const uint64_t* base_hash(uint32_t id) const {
     return params_[id].has_base ? &params_[id].base_hash : nullptr;
   }
 
   // Records a take of these params, which have these hashes: no bit of them is fresh any more.
-  // Before, the bits that are on the device must have been set in Pending, or brought down; except
-  // those of whole params. Returns its number.
+  // Returns its number.
   Result<uint64_t> Take(std::span<const uint32_t> ids, std::span<const uint64_t> hashes);
   // Ends what was pending in that take. If a later take has named a param too, its bits
   // stay until that take is acknowledged. INVALID_ARGUMENT if there was no such take.
@@ -94,9 +99,11 @@ class ChangeLog {
     bool whole = true;
     bool pending_whole = false;
     bool has_base = false;
-    bool has_pending = false;  // if not, no bit is pending, and those in pending_ are stale
-    uint8_t noted = 0;         // 0: no bit on the host is fresh; set by the workers
-    uint64_t take = 0;         // the last one; 0: it has been acknowledged, or has failed
+    bool has_pending = false;        // if not, those in pending_ are stale
+    bool pending_on_device = false;  // if not, those in the other array on the device are stale
+    uint8_t fresh_array = 0;         // which of the two arrays on the device has the fresh bits
+    uint8_t noted = 0;               // 0: no bit on the host is fresh; set by the workers
+    uint64_t take = 0;               // the last one; 0: it has been acknowledged, or has failed
     uint64_t taken_hash = 0;
     uint64_t base_hash = 0;
   };
@@ -108,10 +115,25 @@ class ChangeLog {
     const std::atomic_ref<uint8_t> noted(tracked_[id].noted);
     if (noted.load(std::memory_order_relaxed) == 0) noted.store(1, std::memory_order_relaxed);
   }
-  Status BringDown(uint64_t first_word, uint64_t words);
-  Status ClearDevice(uint64_t first_word, uint64_t words);
+  uint64_t* DeviceArray(uint32_t array) const {
+    return lanes_.device_changes + array * shape_.change_words;
+  }
+  // Params whose words follow each other, and whose bits on the device are in the same arrays.
+  struct Run {
+    uint64_t first_word;
+    uint64_t words;
+    uint32_t fresh_array;
+    bool pending_on_device;
+  };
+  std::vector<Run> RunsOf(std::span<const uint32_t> ids) const;
+  Status BringDown(std::span<const uint32_t> ids);
+  Status BringDownPending(std::span<const uint32_t> ids);
+  // Sets the bits of an array on the device in one on the host.
+  Status CopyDown(uint32_t array, const Run& run, std::vector<uint64_t>& to);
+  Status ClearDevice(uint32_t array, uint64_t first_word, uint64_t words);
   Status AwaitDevice();
   Status MakePending(uint32_t id);
+  Status MakePendingOnDevice(std::span<const uint32_t> ids);
 
   Context& context_;
   const StateShape& shape_;

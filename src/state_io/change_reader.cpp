@@ -27,10 +27,30 @@ void ForEachTile(std::span<const TileRange> ranges, uint64_t begin, uint64_t end
   }
 }
 
+// The bytes of a slot that the values of a collection take; its offsets follow.
+uint64_t ValuesBytes(uint64_t elements, uint64_t element_bytes) {
+  return system::RoundUp(elements * element_bytes, sizeof(uint64_t));
+}
+
+uint64_t CollectedBytes(uint64_t elements, uint64_t element_bytes) {
+  return ValuesBytes(elements, element_bytes) + elements * sizeof(uint16_t);
+}
+
 }  // namespace
 
-ChangeReader::ChangeReader(Context& context, std::vector<ChangeSource> sources)
-    : context_(context), sources_(std::move(sources)) {
+uint64_t ChangeTable::HostBytes(const StateShape& shape) {
+  if (!shape.options.tracks_changes) return 0;
+  uint64_t tiles = 0;
+  uint64_t end = shape.change_words;
+  for (auto param = shape.params.rbegin(); param != shape.params.rend(); ++param) {
+    tiles += ChangeTiles((end - param->first_change_word) * 64);
+    end = param->first_change_word;
+  }
+  return tiles * (sizeof(ChangeTile) + sizeof(ChangePlace));
+}
+
+ChangeReader::ChangeReader(Context& context, std::vector<ChangeSource> sources, ChangeTable& table)
+    : context_(context), sources_(std::move(sources)), tiles_(table.tiles), places_(table.places) {
   uint64_t tiles = 0;
   for (const ChangeSource& source : sources_) {
     first_tile_.push_back(tiles);
@@ -76,7 +96,7 @@ Status ChangeReader::Collect(std::span<const ChangeTarget> targets, bool to_devi
 void ChangeReader::SetPlaces() {
   places_.resize(tiles_.size());
   for (size_t param = 0; param < sources_.size(); ++param) {
-    Place place{};
+    ChangePlace place{};
     for (uint64_t i = 0; i < ChangeTiles(sources_[param].count); ++i) {
       const ChangeTile& tile = tiles_[first_tile_[param] + i];
       places_[first_tile_[param] + i] = place;
@@ -137,19 +157,11 @@ void ChangeReader::WriteTile(const TileRange& tile, std::span<const uint16_t> of
                              const std::byte* values) const {
   const ChangeTarget& target = targets_[tile.param];
   const uint64_t element_bytes = sources_[tile.param].element_bytes;
-  const Place& place = places_[NumberOf(tile)];
+  const ChangePlace& place = places_[NumberOf(tile)];
   target.indices->Write(tile.first_tile * kChangeTileElements, offsets, place.before,
                         target.indices_at + place.position * target.indices->bytes());
   std::memcpy(target.values_at + place.position * element_bytes, values,
               offsets.size() * element_bytes);
-}
-
-// Tiles without a changed element may have stale bits too.
-void ChangeReader::SetPending(const TileRange& tile, std::span<const uint16_t> offsets) const {
-  if (targets_[tile.param].pending == nullptr) return;
-  uint64_t* const words = targets_[tile.param].pending + tile.first_tile * kChangeTileWords;
-  std::fill_n(words, (PartOf(tile).count + 63) / 64, 0);
-  for (uint16_t offset : offsets) words[offset / 64] |= uint64_t{1} << (offset % 64);
 }
 
 // ---------------------------------------------------------------------------- params on the device
@@ -204,20 +216,11 @@ uint64_t ChangeReader::AddElements(ChangeSlot& slot, const TileRange& range) con
   const ChangeTile* const tiles = &tiles_[NumberOf(range)];
   for (uint64_t i = 0; i < range.tiles; ++i) {
     const uint64_t end = slot.elements + tiles[i].count;
-    if (CollectedBytes(slot, end) > slots_.down_bytes()) return i;
+    if (!to_device_ && CollectedBytes(end, slot.element_bytes) > slots_.down_bytes()) return i;
     starts[i] = static_cast<uint32_t>(slot.elements);
     slot.elements = end;
   }
   return range.tiles;
-}
-
-// Offsets follow the values. Values that the device writes to their target are not in the slot.
-uint64_t ChangeReader::ValuesBytes(const ChangeSlot& slot, uint64_t elements) const {
-  return to_device_ ? 0 : system::RoundUp(elements * slot.element_bytes, sizeof(uint64_t));
-}
-
-uint64_t ChangeReader::CollectedBytes(const ChangeSlot& slot, uint64_t elements) const {
-  return ValuesBytes(slot, elements) + elements * sizeof(uint16_t);
 }
 
 Status ChangeReader::Queue(ChangeSlot& slot, bool collects) {
@@ -236,9 +239,8 @@ Status ChangeReader::SendBits(ChangeSlot& slot) {
   for (const TileRange& range : slot.ranges) {
     const ChangeSource& source = sources_[range.param];
     ChangePart& part = slot.parts.emplace_back(PartOf(range));
-    part.bits =
-        ChangedBits{{source.device_bits, nullptr}}.From(range.first_tile * kChangeTileWords);
-    if (source.host_bits.any()) part.bits.words[1] = sent + tiles * kChangeTileWords;
+    part.bits = source.device_bits.From(range.first_tile * kChangeTileWords);
+    if (source.host_bits.any()) part.bits.words[2] = sent + tiles * kChangeTileWords;
     sends = sends || source.host_bits.any();
     tiles += range.tiles;
   }
@@ -264,14 +266,21 @@ Status ChangeReader::QueueSurvey(const ChangeSlot& slot) {
 }
 
 Status ChangeReader::QueueCollection(ChangeSlot& slot) {
-  if (to_device_) SetOutputs(slot);
   HYBRIDOPT_TRY(slots_.CopyUp(slot, 0, slot.tiles * sizeof(uint32_t)));
+  const auto* const starts = reinterpret_cast<const uint32_t*>(slot.device);
+  if (to_device_) {
+    SetOutputs(slot);
+    HYBRIDOPT_TRY(
+        context_.device().CollectChanges(slots_.stream(), {slot.parts, starts, nullptr, nullptr}));
+    return slots_.NoteQueued(slot);
+  }
   std::byte* const values = slot.device + slots_.down_offset();
-  auto* const offsets = reinterpret_cast<uint16_t*>(values + ValuesBytes(slot, slot.elements));
-  HYBRIDOPT_TRY(context_.device().CollectChanges(
-      slots_.stream(),
-      {slot.parts, reinterpret_cast<const uint32_t*>(slot.device), offsets, values}));
-  return slots_.CopyDown(slot, slots_.down_offset(), CollectedBytes(slot, slot.elements));
+  auto* const offsets =
+      reinterpret_cast<uint16_t*>(values + ValuesBytes(slot.elements, slot.element_bytes));
+  HYBRIDOPT_TRY(
+      context_.device().CollectChanges(slots_.stream(), {slot.parts, starts, offsets, values}));
+  return slots_.CopyDown(slot, slots_.down_offset(),
+                         CollectedBytes(slot.elements, slot.element_bytes));
 }
 
 void ChangeReader::SetOutputs(ChangeSlot& slot) const {
@@ -286,10 +295,10 @@ void ChangeReader::SetOutputs(ChangeSlot& slot) const {
 
 Status ChangeReader::Finish(ChangeSlot& slot, bool collects) {
   if (slot.queued) HYBRIDOPT_TRY(slots_.Await(slot));
-  if (collects)
-    HYBRIDOPT_TRY(WriteCollected(slot));
-  else
+  if (!collects)
     KeepSurvey(slot);
+  else if (!to_device_)
+    HYBRIDOPT_TRY(WriteCollected(slot));
   slot.queued = false;
   slot.ranges.clear();
   slot.parts.clear();
@@ -308,15 +317,14 @@ void ChangeReader::KeepSurvey(const ChangeSlot& slot) {
 Status ChangeReader::WriteCollected(const ChangeSlot& slot) const {
   const std::byte* const values = slot.host + slots_.down_offset();
   const auto* const offsets =
-      reinterpret_cast<const uint16_t*>(values + ValuesBytes(slot, slot.elements));
+      reinterpret_cast<const uint16_t*>(values + ValuesBytes(slot.elements, slot.element_bytes));
   const auto* const starts = reinterpret_cast<const uint32_t*>(slot.host);
   return ShareWork(
       context_, slot.tiles, kTileBytes,
       [&](uint64_t begin, uint64_t end) {
         ForEachTile(slot.ranges, begin, end, [&](const TileRange& tile, uint64_t number) {
           const std::span found(offsets + starts[number], tiles_[NumberOf(tile)].count);
-          if (!to_device_) WriteTile(tile, found, values + starts[number] * slot.element_bytes);
-          SetPending(tile, found);
+          WriteTile(tile, found, values + starts[number] * slot.element_bytes);
         });
       },
       1);

@@ -11,6 +11,7 @@
 #include "base/function_ref.h"
 #include "kernels/changes/tiles.h"
 #include "machine/context.h"
+#include "state/shape.h"
 #include "state_io/change_indices.h"
 #include "state_io/change_slots.h"
 
@@ -22,7 +23,7 @@ struct ChangeSource {
   bool on_device;
   uint64_t count;
   uint64_t element_bytes;
-  const uint64_t* device_bits;  // at a device address; NULL: there are none
+  ChangedBits device_bits;  // at device addresses, in at most two arrays
   ChangedBits host_bits;
 };
 
@@ -31,7 +32,6 @@ struct ChangeTarget {
   const ChangeIndices* indices = nullptr;  // NULL: the param is not read
   std::byte* indices_at = nullptr;
   std::byte* values_at = nullptr;
-  uint64_t* pending = nullptr;  // where bits of a param on the device are written; NULL: nowhere
 };
 
 // What a survey has found about a param.
@@ -41,26 +41,34 @@ struct ChangeFindings {
   IndexSummary elements;
 };
 
+// The place of a tile's first changed element among those of its param, and the changed element
+// before it, and 1 more.
+struct ChangePlace {
+  uint64_t position;
+  uint64_t before;
+};
+
+// What takes note of each tile. It is kept from one take to the next, because the system gives out
+// new memory slowly.
+struct ChangeTable {
+  std::vector<ChangeTile> tiles;
+  std::vector<ChangePlace> places;
+
+  // What a take of all params needs.
+  static uint64_t HostBytes(const StateShape& shape);
+};
+
 class ChangeReader {
  public:
-  ChangeReader(Context& context, std::vector<ChangeSource> sources);
+  ChangeReader(Context& context, std::vector<ChangeSource> sources, ChangeTable& table);
 
   Status Survey();
   ChangeFindings Find(size_t param) const;
-  // Whether a param has bits that are only on the device.
-  bool has_device_bits(size_t param) const { return sources_[param].device_bits != nullptr; }
   // One target for each source; to_device: in device memory, then all params are on the device too,
   // and indices count in the shard. A take fails as a whole, but may then have written to targets.
   Status Collect(std::span<const ChangeTarget> targets, bool to_device);
 
  private:
-  // The place of a tile's first changed element among those of its param, and the changed element
-  // before it, and 1 more.
-  struct Place {
-    uint64_t position;
-    uint64_t before;
-  };
-
   std::vector<TileRange> RangesOnHost() const;
   ChangePart PartOf(const TileRange& range) const;
   uint64_t NumberOf(const TileRange& range) const {
@@ -78,9 +86,6 @@ class ChangeReader {
   Status Queue(ChangeSlot& slot, bool collects);
   Status SendBits(ChangeSlot& slot);
   void SetOutputs(ChangeSlot& slot) const;
-  // The bytes of a slot that values take, and all that comes down of a collection.
-  uint64_t ValuesBytes(const ChangeSlot& slot, uint64_t elements) const;
-  uint64_t CollectedBytes(const ChangeSlot& slot, uint64_t elements) const;
   Status QueueSurvey(const ChangeSlot& slot);
   Status QueueCollection(ChangeSlot& slot);
   // Waits for the batch of a slot, handles what has come down, and empties the slot.
@@ -89,14 +94,13 @@ class ChangeReader {
   Status WriteCollected(const ChangeSlot& slot) const;
   void WriteTile(const TileRange& tile, std::span<const uint16_t> offsets,
                  const std::byte* values) const;
-  void SetPending(const TileRange& tile, std::span<const uint16_t> offsets) const;
   void SetPlaces();
 
   Context& context_;
   const std::vector<ChangeSource> sources_;
   std::vector<uint64_t> first_tile_;  // of each source; tiles of all sources are numbered in order
-  std::vector<ChangeTile> tiles_;
-  std::vector<Place> places_;  // of each tile
+  std::vector<ChangeTile>& tiles_;
+  std::vector<ChangePlace>& places_;
   std::span<const ChangeTarget> targets_;
   bool to_device_ = false;  // the targets are device memory
   ChangeSlots slots_;

@@ -77,6 +77,10 @@ Status ChangeSlots::CopyUp(const ChangeSlot& slot, uint64_t offset, uint64_t byt
 Status ChangeSlots::CopyDown(const ChangeSlot& slot, uint64_t offset, uint64_t bytes) {
   HYBRIDOPT_TRY(
       context_->device().CopyToHost(stream_, slot.host + offset, slot.device + offset, bytes));
+  return NoteQueued(slot);
+}
+
+Status ChangeSlots::NoteQueued(const ChangeSlot& slot) {
   return context_->device().Record(slot.down, stream_);
 }
 

@@ -25,7 +25,7 @@ struct TileRange {
 struct ChangeSlot {
   std::byte* host = nullptr;
   std::byte* device = nullptr;
-  EventHandle down = nullptr;
+  EventHandle down = nullptr;  // recorded behind the batch
   bool queued = false;
   // The batch. Nothing of it changes while it is queued.
   std::vector<TileRange> ranges;
@@ -56,6 +56,8 @@ class ChangeSlots {
   // Copies bytes [offset, offset + bytes) of a slot.
   Status CopyUp(const ChangeSlot& slot, uint64_t offset, uint64_t bytes);
   Status CopyDown(const ChangeSlot& slot, uint64_t offset, uint64_t bytes);
+  // To be called behind what has been queued for a batch, unless that ends with a copy down.
+  Status NoteQueued(const ChangeSlot& slot);
   // Waits for a queued batch.
   Status Await(const ChangeSlot& slot) const;
 

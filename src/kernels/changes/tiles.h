@@ -16,17 +16,20 @@ constexpr uint64_t ChangeTiles(uint64_t elements) {
   return (elements + kChangeTileElements - 1) / kChangeTileElements;
 }
 
-// A bit for each element, which is set if one of two arrays has it.
+// A bit for each element, which is set if one of three arrays has it.
 struct ChangedBits {
-  const uint64_t* words[2] = {};  // NULL: this array has no bit
+  const uint64_t* words[3] = {};  // NULL: this array has no bit
 
-  bool any() const { return words[0] != nullptr || words[1] != nullptr; }
+  bool any() const { return words[0] != nullptr || words[1] != nullptr || words[2] != nullptr; }
   uint64_t At(uint64_t word) const {
-    return (words[0] != nullptr ? words[0][word] : 0) | (words[1] != nullptr ? words[1][word] : 0);
+    uint64_t bits = 0;
+    for (const uint64_t* array : words) bits |= array != nullptr ? array[word] : 0;
+    return bits;
   }
   ChangedBits From(uint64_t word) const {
-    return {{words[0] != nullptr ? words[0] + word : nullptr,
-             words[1] != nullptr ? words[1] + word : nullptr}};
+    ChangedBits from;
+    for (int i = 0; i < 3; ++i) from.words[i] = words[i] != nullptr ? words[i] + word : nullptr;
+    return from;
   }
 };
 

@@ -187,15 +187,21 @@ __global__ void __launch_bounds__(kThreads)
   const auto* const elements =
       static_cast<const Stored*>(row.part.elements) + tile * kChangeTileElements;
   const ChangeOutput& output = row.part.output;
-  const uint32_t first = output.indices != nullptr ? starts[row.first_block] : 0;
-  auto* const values_to =
-      output.indices != nullptr ? reinterpret_cast<Stored*>(output.values) : values;
-  const uint64_t begin = (row.part.first_tile + tile) * kChangeTileElements;
+  if (output.indices != nullptr) {
+    to -= starts[row.first_block];
+    auto* const values_to = reinterpret_cast<Stored*>(output.values);
+    const uint64_t begin = (row.part.first_tile + tile) * kChangeTileElements;
+    for (uint32_t left = changed; left != 0; left &= left - 1, ++to) {
+      const uint32_t element = threadIdx.x * kBits + static_cast<uint32_t>(__ffs(left)) - 1;
+      WriteIndex(output, to, begin + element);
+      values_to[to] = elements[element];
+    }
+    return;
+  }
   for (uint32_t left = changed; left != 0; left &= left - 1, ++to) {
     const uint32_t element = threadIdx.x * kBits + static_cast<uint32_t>(__ffs(left)) - 1;
     offsets[to] = static_cast<uint16_t>(element);
-    values_to[to - first] = elements[element];
-    if (output.indices != nullptr) WriteIndex(output, to - first, begin + element);
+    values[to] = elements[element];
   }
 }
 

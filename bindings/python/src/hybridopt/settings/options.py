@@ -199,8 +199,8 @@ class OffloadOptions(TypedDict, total=False):
         Option(
             "bool",
             False,
-            """steps note which elements of params they change, for weight_changes(): a bit for each element where
-            it is updated, and two more on the host.""",
+            """steps note which elements of params they change, for weight_changes(): two bits for each element on a
+            GPU, and two on the host.""",
             expect(lambda v: isinstance(v, bool), "True or False"),
         ),
     ]
