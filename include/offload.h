@@ -24,6 +24,7 @@
  *   read or replace state       offload_optimizer_read_state, _write_state; offload_optimizer_state
  *   load weights from outside   offload_optimizer_refresh_masters
  *   give the device away        offload_optimizer_offload_params, _grads, _states, then _reload_...
+ *   keep addresses meanwhile    offload_pool_create, offload_pool_release_memory
  *   let gradients leave early   offload_optimizer_offload_grads, offload_optimizer_grads_to_keep
  *   save and resume             offload_optimizer_save, _load; offload_checkpoint_newest
  *   look into a checkpoint      offload_checkpoint_inspect, offload_checkpoint_verify
@@ -70,8 +71,8 @@
  *            calls return POISONED, except get_stats; destroy works.
  * Threads.   Threads may use different handles at the same time. The caller makes sure that only
  *            one thread at a time calls functions with the same handle, except
- *            offload_optimizer_wait, _step_result and _get_stats, and all functions of a stash: any
- *            thread may call these at any time before destroy. The library starts its own threads
+ *            offload_optimizer_wait, _step_result and _get_stats, and all functions of a stash or a
+ *            pool: any thread may call these at any time before destroy. The library starts its own threads
  *            with the first work.
  * Functions  that the caller passes in (log, progress, visit, comm, offload_stream_run) should not
  *            throw. The library turns an exception of such a function into a failure: COMM_FAILED
@@ -236,6 +237,7 @@ enum offload_log_level { OFFLOAD_LOG_INFO = 1, OFFLOAD_LOG_WARNING = 2, OFFLOAD_
 typedef struct offload_context* offload_context_t;
 typedef struct offload_optimizer* offload_optimizer_t;
 typedef struct offload_stash* offload_stash_t;
+typedef struct offload_pool* offload_pool_t;
 
 /* A point on an optimizer's timeline. What 0 stands for is told under "Zero" at the top. No other
  * optimizer of the process has had or will have the same ticket. */
@@ -1585,6 +1587,56 @@ typedef void (*offload_stream_function_t)(void* user);
 /* Queues function(user) on stream. Errors: INVALID_ARGUMENT, UNSUPPORTED on CUDA. */
 OFFLOAD_API int32_t offload_stream_run(offload_context_t context, offload_stream_t stream,
                                        offload_stream_function_t function, void* user);
+
+/* ----------------------------------------------------------------- memory that keeps addresses -- */
+/* A pool gives out blocks of device memory. Their memory can be given away and taken again, and the
+ * addresses of the blocks stay: a CUDA graph that has captured them can be launched again. Params
+ * in blocks are given away in this order: offload_optimizer_offload_params, wait,
+ * offload_pool_release_memory; and they come back by offload_pool_take_memory,
+ * offload_optimizer_bind, offload_optimizer_reload_params (docs/LIFECYCLE.md). The library itself
+ * keeps nothing in pools. */
+
+/* Makes a pool on the context's device. The device lives as long as the pool does, even if the
+ * context is destroyed before.
+ * Errors: UNSUPPORTED (the host device has no memory of its own). */
+OFFLOAD_API int32_t offload_pool_create(offload_context_t context, offload_pool_t* pool);
+
+/* Ends the handle. Blocks stay as they are, and each can still be freed; the pool ends with the
+ * last of them. If the memory is released at this time, it does not come back. */
+OFFLOAD_API int32_t offload_pool_destroy(offload_pool_t pool);
+
+/* Allocates a block with unspecified content. It takes whole pages: on CUDA 2 MiB, in blocks above
+ * 512 MiB a 256th of the block, rounded up to a power of two.
+ * Errors: OUT_OF_DEVICE_MEMORY (the text has the bytes asked for and the bytes free),
+ * INVALID_ARGUMENT (bytes is 0), INVALID_STATE (the memory is released). */
+OFFLOAD_API int32_t offload_pool_alloc(offload_pool_t pool, uint64_t bytes, void** data);
+
+/* Waits until the device has no work, as cudaFree does, and frees a block of any pool of this
+ * process. data may be NULL.
+ * Errors: INVALID_ARGUMENT (data is not such a block), INVALID_STATE (a stream is capturing a
+ * graph), TIMED_OUT and DEVICE_FAILED (the block stays). */
+OFFLOAD_API int32_t offload_pool_free(void* data);
+
+/* Waits until the device has no work, and gives up the memory behind all blocks. Their content is
+ * lost. Until take_memory an access to a block is an error that CUDA does not survive. If the
+ * memory is released already, this does nothing.
+ * Errors: INVALID_STATE (a stream is capturing a graph), TIMED_OUT, DEVICE_FAILED. */
+OFFLOAD_API int32_t offload_pool_release_memory(offload_pool_t pool);
+
+/* Takes memory behind all blocks again, with unspecified content, or behind none: after an error
+ * this can be called again. If the memory is there, this does nothing.
+ * Errors: OUT_OF_DEVICE_MEMORY (the text has the bytes asked for and the bytes free). */
+OFFLOAD_API int32_t offload_pool_take_memory(offload_pool_t pool);
+
+/* Makes pool the one from which offload_pool_torch_alloc of this thread allocates; NULL: none. */
+OFFLOAD_API int32_t offload_pool_enter(offload_pool_t pool);
+
+/* offload_pool_alloc and offload_pool_free as torch.cuda.memory.CUDAPluggableAllocator calls them.
+ * The first returns NULL on failure, and offload_last_error() says why; if the second fails, the
+ * block stays. device and stream are not used: blocks are on the pool's device, for all streams. */
+OFFLOAD_API void* offload_pool_torch_alloc(int64_t bytes, int32_t device, offload_stream_t stream);
+OFFLOAD_API void offload_pool_torch_free(void* data, int64_t bytes, int32_t device,
+                                         offload_stream_t stream);
 
 /* end-plain-c99 */
 #ifdef __cplusplus

@@ -11,6 +11,7 @@
 #include "checkpoint/reader.h"
 #include "kernels/changes/content_hash.h"
 #include "machine/context.h"
+#include "memory/address_pool.h"
 #include "optimizer/handle_table.h"
 #include "optimizer/optimizer.h"
 #include "runtime/thread_text.h"
@@ -25,6 +26,9 @@ using namespace hybridopt;  // NOLINT: this file is the library's outermost laye
 using Contexts = HandleTable<Context, HandleKind::kContext>;
 using Optimizers = HandleTable<Optimizer, HandleKind::kOptimizer>;
 using Stashes = HandleTable<Stash, HandleKind::kStash>;
+using Pools = HandleTable<AddressPool, HandleKind::kPool>;
+
+thread_local offload_pool_t entered_pool = nullptr;
 
 constexpr uint32_t kAbiVersion = 0 * 1000 + 1;
 constexpr uint32_t kMaxStructBytes = 1 << 16;
@@ -891,6 +895,88 @@ int32_t offload_stream_run(offload_context_t context, offload_stream_t stream,
     HYBRIDOPT_TRY(CheckPointer(function, "function"));
     return found->device().Run(stream, function, user);
   });
+}
+
+// ------------------------------------------------------------------------------------------ pools --
+
+int32_t offload_pool_create(offload_context_t context, offload_pool_t* pool) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
+    HYBRIDOPT_TRY(CheckPointer(pool, "pool"));
+    // The device belongs to the context, so the pool keeps the context.
+    std::shared_ptr<Device> device(found.shared(), &found->device());
+    HYBRIDOPT_ASSIGN(std::shared_ptr<AddressPool> created, AddressPool::Create(std::move(device)));
+    Result<void*> handle = Pools::Instance().Insert(created);
+    if (!handle.ok()) {
+      created->Retire();
+      return handle.status();
+    }
+    *pool = static_cast<offload_pool_t>(handle.value());
+    return {};
+  });
+}
+
+int32_t offload_pool_destroy(offload_pool_t pool) {
+  return Guard([&]() -> Status {
+    return Pools::Instance().Destroy(
+        pool, "pool", [](const AddressPool&) { return Status(); },
+        [](AddressPool& closing) {
+          closing.Retire();
+          return Status();
+        });
+  });
+}
+
+int32_t offload_pool_alloc(offload_pool_t pool, uint64_t bytes, void** data) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Pools::Instance().Find(pool, "pool"));
+    HYBRIDOPT_TRY(CheckPointer(data, "data"));
+    HYBRIDOPT_ASSIGN(*data, found->Allocate(bytes));
+    return {};
+  });
+}
+
+int32_t offload_pool_free(void* data) {
+  return Guard([&]() -> Status { return AddressPool::Free(data); });
+}
+
+int32_t offload_pool_release_memory(offload_pool_t pool) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Pools::Instance().Find(pool, "pool"));
+    return found->ReleaseMemory();
+  });
+}
+
+int32_t offload_pool_take_memory(offload_pool_t pool) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Pools::Instance().Find(pool, "pool"));
+    return found->TakeMemory();
+  });
+}
+
+int32_t offload_pool_enter(offload_pool_t pool) {
+  return Guard([&]() -> Status {
+    if (pool != nullptr) HYBRIDOPT_TRY(Pools::Instance().Find(pool, "pool").status());
+    entered_pool = pool;
+    return {};
+  });
+}
+
+void* offload_pool_torch_alloc(int64_t bytes, int32_t, offload_stream_t) {
+  void* data = nullptr;
+  Guard([&]() -> Status {
+    if (entered_pool == nullptr)
+      return Status::Error(OFFLOAD_INVALID_STATE,
+                           "this thread has entered no pool; call offload_pool_enter before");
+    HYBRIDOPT_ASSIGN(auto found, Pools::Instance().Find(entered_pool, "the pool entered"));
+    HYBRIDOPT_ASSIGN(data, found->Allocate(bytes < 0 ? 0 : static_cast<uint64_t>(bytes)));
+    return {};
+  });
+  return data;
+}
+
+void offload_pool_torch_free(void* data, int64_t, int32_t, offload_stream_t) {
+  Guard([&]() -> Status { return AddressPool::Free(data); });
 }
 
 }  // extern "C"

@@ -78,6 +78,7 @@ class ForwardingDevice : public Device {
   Status Synchronize(StreamHandle stream, int64_t timeout_ns) override {
     return device_->Synchronize(stream, timeout_ns);
   }
+  Status AwaitAllStreams() override { return device_->AwaitAllStreams(); }
 
   Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override {
     return device_->CopyToHost(stream, host, device, bytes);

@@ -72,6 +72,7 @@ class HostDevice final : public Device {
   Status Wait(EventHandle, int64_t) override { return Unsupported("Wait"); }
   Result<double> Elapsed(EventHandle, EventHandle) override { return Unsupported("Elapsed"); }
   Status Synchronize(StreamHandle stream, int64_t) override { return CheckStream(stream); }
+  Status AwaitAllStreams() override { return {}; }
 
   Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override {
     return Copy(stream, host, device, bytes);

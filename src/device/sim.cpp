@@ -73,6 +73,7 @@ class SimDevice final : public Device {
   Status Wait(EventHandle event, int64_t timeout_ns) override;
   Result<double> Elapsed(EventHandle begin, EventHandle end) override;
   Status Synchronize(StreamHandle stream, int64_t timeout_ns) override;
+  Status AwaitAllStreams() override;
 
   Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override;
   Status CopyToDevice(StreamHandle stream, void* device, const void* host, uint64_t bytes) override;
@@ -431,6 +432,18 @@ Status SimDevice::Synchronize(StreamHandle stream, int64_t timeout_ns) {
   const bool done = found->WaitUntil(found->Queued(), timeout_ns);
   HYBRIDOPT_TRY(fault_.status());
   return done ? Status() : StillBusy(*found, timeout_ns);
+}
+
+Status SimDevice::AwaitAllStreams() {
+  std::vector<SimStream*> streams;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& stream : streams_) streams.push_back(stream.get());
+  }
+  for (SimStream* stream : streams)
+    if (!stream->WaitUntil(stream->Queued(), options_.timeout_ns))
+      return StillBusy(*stream, options_.timeout_ns);
+  return fault_.status();
 }
 
 // A device address where a host address is expected is a bug of the caller. Real devices report it

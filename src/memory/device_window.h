@@ -30,6 +30,7 @@ class DeviceWindow {
   void Shrink(uint64_t bytes) const;
 
   std::byte* data() const { return static_cast<std::byte*>(range_); }
+  uint64_t bytes() const { return bytes_; }  // as reserved
 
  private:
   Device* device_ = nullptr;

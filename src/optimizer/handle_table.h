@@ -22,7 +22,7 @@
 
 namespace hybridopt {
 
-enum class HandleKind : uint8_t { kContext = 1, kOptimizer = 2, kStash = 3 };
+enum class HandleKind : uint8_t { kContext = 1, kOptimizer = 2, kStash = 3, kPool = 4 };
 
 // An object behind a handle, and how many calls are using it now.
 template <typename Object>

@@ -128,6 +128,8 @@ class LifecycleRig {
   ~LifecycleRig() {
     if (optimizer_ != nullptr) DestroyOptimizer();
     for (const auto& [buffer, bytes] : buffers_) MUST(offload_device_free(context_, buffer));
+    for (void* block : blocks_) MUST(offload_pool_free(block));
+    if (pool_ != nullptr) MUST(offload_pool_destroy(pool_));
     MUST(offload_context_destroy(context_));
   }
   LifecycleRig(const LifecycleRig&) = delete;
@@ -202,6 +204,21 @@ class LifecycleRig {
     }
     for (void* gap : gaps) Free(gap);
   }
+  // Moves all params into a pool.
+  void PutParamsIntoPool() {
+    MUST(offload_pool_create(context_, &pool_));
+    for (uint32_t id = 0; id < size(); ++id) {
+      const uint64_t bytes = problem_.params[id].data_bytes();
+      void* block = nullptr;
+      MUST(offload_pool_alloc(pool_, std::max<uint64_t>(bytes, 4), &block));
+      blocks_.push_back(block);
+      Write(block, Read(data[id], bytes));
+      Free(data[id]);
+      data[id] = block;
+    }
+  }
+  void ReleasePool() { MUST(offload_pool_release_memory(pool_)); }
+  void TakePool() { MUST(offload_pool_take_memory(pool_)); }
   // The bytes that the device counts as the caller's.
   uint64_t allocated_bytes() const {
     uint64_t sum = 0;
@@ -438,6 +455,8 @@ class LifecycleRig {
   offload_context_t context_ = nullptr;
   offload_optimizer_t optimizer_ = nullptr;
   std::map<void*, uint64_t> buffers_;  // all that are allocated, with their bytes
+  offload_pool_t pool_ = nullptr;
+  std::vector<void*> blocks_;          // of the pool
   uint64_t idle_bytes_ = 0;            // what a real device's driver takes for itself
 };
 

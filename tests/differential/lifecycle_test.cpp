@@ -282,6 +282,36 @@ TEST_P(DeviceTest, TwiceIsOnceAndMovesNothing) {
   twice(offload_optimizer_offload_grads, OFFLOAD_MOVE_DROP);
 }
 
+TEST_P(DeviceTest, ParamsOfAPoolComeBackAtTheirAddresses) {
+  if (GetParam() == OFFLOAD_DEVICE_HOST) GTEST_SKIP() << "it has no pools";
+  const Problem problem = RandomProblem(OFFLOAD_ADAMW, AllDtypePairs(), 3, 24);
+  LifecycleRig rig(problem, Setting());
+  Model model(problem);
+  rig.PutParamsIntoPool();
+  const std::vector<void*> addresses = rig.data;
+  for (const StepInput& input : problem.steps) {
+    rig.NewGrads(input);
+    rig.BindAll();
+    rig.Step(input);
+    model.Step(input);
+    rig.Move(offload_optimizer_offload_grads, {{}, OFFLOAD_MOVE_DROP, {}});
+    rig.Move(offload_optimizer_offload_params);
+    rig.Wait();
+    const uint64_t used = rig.DeviceBytesUsed();
+    rig.ReleasePool();
+    if (GetParam() == OFFLOAD_DEVICE_SIM) {
+      EXPECT_LT(rig.DeviceBytesUsed(), used);
+    }
+    for (void*& grad : rig.grad) rig.Free(grad);
+    rig.TakePool();
+    rig.BindAll();
+    rig.Move(offload_optimizer_reload_params);
+    rig.Wait();
+    ASSERT_EQ(rig.Difference(model), "");
+    ASSERT_EQ(rig.data, addresses);
+  }
+}
+
 // Every pattern of bits, NaNs included, comes back, over and over, at other addresses.
 TEST_P(DeviceTest, GradientsKeepTheirBits) {
   Problem problem = RandomProblem(OFFLOAD_SGD, AllDtypePairs(), 1, 29);

@@ -28,6 +28,8 @@ TEST(Handle, NullWrongKindGarbageAndDestroyedAreRefusedByEveryCall) {
   ExpectHandleRefused(ContextCalls(), nullptr, "context is NULL", "expected a handle");
   ExpectHandleRefused(OptimizerCalls(), nullptr, "optimizer is NULL", "expected a handle");
   ExpectHandleRefused(StashCalls(), nullptr, "stash is NULL", "expected a handle");
+  ExpectHandleRefused(PoolCalls(), nullptr, "pool is NULL", "expected a handle");
+  ExpectHandleRefused(PoolCalls(), trainer.context, "pool is 0x", "not a handle");
   ExpectHandleRefused(ContextCalls(), trainer.optimizer, "context is 0x", "not a handle");
   ExpectHandleRefused(OptimizerCalls(), trainer.context, "optimizer is 0x", "not a handle");
   ExpectHandleRefused(StashCalls(), trainer.optimizer, "stash is 0x", "not a handle");

@@ -132,6 +132,22 @@ TEST_P(Fork, OfAStashWithATicketRefusesItInTheChildOnly) {
   ASSERT_OFFLOAD_OK(offload_stash_destroy(stash));
 }
 
+TEST_P(Fork, OfAPoolLeavesItsBlocksToTheParent) {
+  if (GetParam() == OFFLOAD_DEVICE_HOST) GTEST_SKIP() << "it has no pools";
+  Trainer trainer(run_);
+  offload_pool_t pool = nullptr;
+  void* data = nullptr;
+  ASSERT_OFFLOAD_OK(offload_pool_create(trainer.context, &pool));
+  ASSERT_OFFLOAD_OK(offload_pool_alloc(pool, 64, &data));
+  RunInChild([&] {
+    ExpectInherited(PoolCalls(), pool);
+    offload_pool_torch_free(data, 64, 0, nullptr);  // as torch may at the end of the child
+    EXPECT_EQ(offload_pool_free(data), OFFLOAD_INVALID_ARGUMENT);
+  });
+  ASSERT_OFFLOAD_OK(offload_pool_free(data));
+  ASSERT_OFFLOAD_OK(offload_pool_destroy(pool));
+}
+
 TEST_P(Fork, ChildMayTrainOnHandlesOfItsOwn) {
   if (!kThreadsInChild) GTEST_SKIP() << "the thread sanitizer allows no threads in the child";
   const std::vector<unsigned char> expected = Train(run_);

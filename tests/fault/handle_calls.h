@@ -21,6 +21,7 @@ inline std::vector<HandleCall> ContextCalls() {
   static offload_stash_options_t stash_options;
   static offload_stash_plan_t stash_plan;
   static offload_stash_t stash;
+  static offload_pool_t pool;
   static void* data;
   static offload_stream_t stream;
   info = Make<offload_context_info_t>();
@@ -52,6 +53,7 @@ inline std::vector<HandleCall> ContextCalls() {
          return offload_stream_run(
              as(h), nullptr, [](void*) {}, nullptr);
        }},
+      {"pool_create", [=](void* h) { return offload_pool_create(as(h), &pool); }},
       {"destroy", [=](void* h) { return offload_context_destroy(as(h)); }},
   };
 }
@@ -177,6 +179,18 @@ inline std::vector<HandleCall> StashCalls() {
       {"wait", [=](void* h) { return offload_stash_wait(as(h), 0, 0); }},
       {"get_stats", [=](void* h) { return offload_stash_get_stats(as(h), &stats); }},
       {"destroy", [=](void* h) { return offload_stash_destroy(as(h)); }},
+  };
+}
+
+// Every call that takes a pool.
+inline std::vector<HandleCall> PoolCalls() {
+  static void* data;
+  const auto as = [](void* handle) { return static_cast<offload_pool_t>(handle); };
+  return {
+      {"alloc", [=](void* h) { return offload_pool_alloc(as(h), 64, &data); }},
+      {"release_memory", [=](void* h) { return offload_pool_release_memory(as(h)); }},
+      {"take_memory", [=](void* h) { return offload_pool_take_memory(as(h)); }},
+      {"destroy", [=](void* h) { return offload_pool_destroy(as(h)); }},
   };
 }
 

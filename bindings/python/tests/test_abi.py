@@ -69,6 +69,50 @@ def test_every_function_is_found():
         assert abi.library()[name] is not None
 
 
+def test_a_pool_gives_memory_away_and_keeps_addresses():
+    context = abi.Context(device_kind=abi.OFFLOAD_DEVICE_SIM, threads=1)
+    pool = abi.Pool(context)
+    data, address = addressed([1, 2, 3])
+    block = pool.alloc(12)
+    context.upload(block, address, 12)
+    pool.release_memory()
+    with pytest.raises(abi.InvalidArgumentError, match="no memory lies behind it"):
+        context.upload(block, address, 12)
+    with pytest.raises(abi.InvalidStateError, match="is released; call offload_pool_take_memory first"):
+        pool.alloc(12)
+    pool.take_memory()
+    context.upload(block, address, 12)
+    pool.free(block)
+    with pytest.raises(abi.InvalidArgumentError, match="has not been freed yet"):
+        pool.free(block)
+    with pytest.raises(abi.UnsupportedError, match="OFFLOAD_DEVICE_HOST, which has none"):
+        abi.Pool(abi.Context(threads=1))
+
+
+def test_torchs_allocator_takes_from_the_pool_that_its_thread_has_entered():
+    context = abi.Context(device_kind=abi.OFFLOAD_DEVICE_SIM, threads=1)
+    alloc = abi.library().offload_pool_torch_alloc
+    free = abi.library().offload_pool_torch_free
+    alloc.restype, alloc.argtypes = abi.FUNCTIONS["offload_pool_torch_alloc"]
+    free.restype, free.argtypes = abi.FUNCTIONS["offload_pool_torch_free"]
+    pool = abi.Pool(context)
+    elsewhere = []
+    with pool.entered():
+        block = alloc(64, 0, None)
+        thread = threading.Thread(target=lambda: elsewhere.append(alloc(64, 0, None)))
+        thread.start(), thread.join()
+        assert alloc(0, 0, None) is None
+    assert block and elsewhere == [None]
+    assert alloc(64, 0, None) is None
+    data, address = addressed([1, 2])
+    pool.close()
+    context.upload(block, address, 8)  # blocks outlive their pool
+    free(block, 64, 0, None)
+    with pytest.raises(abi.InvalidArgumentError, match="freed or never allocated|not in this device's memory"):
+        context.upload(block, address, 8)
+    free(block, 64, 0, None)  # does nothing
+
+
 def test_a_step_updates_memory_of_ours():
     weights, weights_address = addressed([1.0, 2.0, 3.0])
     _, grad_address = grad = addressed([1.0, -1.0, 1.0])

@@ -885,6 +885,7 @@ OPTIONS = {
     "replica_group": ({"None"}, {}),
     "comm_timeout_seconds": ({"1", "2.5"}, {}),
     "track_changes": ({"True", "False"}, {}),
+    "keep_addresses": ({"True", "False"}, {"movable": "params"}),
 }
 
 

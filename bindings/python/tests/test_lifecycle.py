@@ -20,6 +20,9 @@ from torch.utils.checkpoint import checkpoint
 import hybridopt
 import hybridopt.steps.timeline_plot
 from hybridopt import abi
+from hybridopt.engine import making
+from hybridopt.params.kept_addresses import KeptAddresses
+from hybridopt.params.released_storages import bytes_of
 
 ALL = ("params", "grads", "states")
 
@@ -830,6 +833,129 @@ def test_a_second_gradient_beside_one_on_the_host_is_refused():
         param.grad = None
     optimizer.step()
     assert optimizer.stats().steps_applied == 1
+
+
+class OnTheCpu(KeptAddresses):
+    """Memory of the CPU stands for the pool. When it is given up, its content is lost."""
+
+    has_room = True
+
+    def __init__(self, context, device):
+        self.device = device
+        self._inside = {}
+
+    def release(self):
+        for ref, _ in self._inside.values():
+            if not ref.expired():
+                bytes_of(torch.UntypedStorage._new_with_weak_ptr(ref.cdata)).fill_(255)
+
+    def take(self):
+        if not self.has_room:
+            raise abi.OutOfDeviceMemoryError("there is no room")
+
+    def _take_inside(self, storage, count):
+        storage.resize_(count)
+
+    def _synchronize(self):
+        pass
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(making, "KeptAddresses", OnTheCpu)
+    monkeypatch.setattr(making, "_check_device", lambda options, device: None)
+
+
+def addresses(params):
+    return [param.data_ptr() for param in params]
+
+
+def test_params_come_back_at_their_addresses(on_the_cpu, monkeypatch):
+    """With views, a tied param, and other content in the same memory."""
+    module, optimizer, other, plain = pair(movable=ALL, keep_addresses=True)
+    buffer = torch.arange(12, dtype=torch.float32)
+    params = [nn.Parameter(buffer[2:5]), nn.Parameter(buffer[7:11])]
+    shared = hybridopt.SGD(params, lr=1.0, movable="params", keep_addresses=True, threads=1)
+    shared.materialize(), optimizer.materialize()
+    kept = addresses([*module.parameters(), buffer, *params])
+    view = next(module.parameters())[1:]
+    for step in range(3):
+        for each in (module, other):
+            backward(each, step)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        for each in (optimizer, plain, shared):
+            each.step(), each.zero_grad()
+        expected = [value - (step + 1 if 2 <= value < 5 or 7 <= value < 11 else 0) for value in range(12)]
+        shared.offload(params=True)
+        with optimizer.offloaded():
+            assert buffer.untyped_storage().nbytes() == 48 and buffer.isnan().all()
+            with pytest.raises(abi.InvalidStateError, match="while its content is on the host"):
+                module(torch.ones(2, 10))
+        with monkeypatch.context() as patched:
+            patched.setattr(OnTheCpu, "has_room", False)
+            with pytest.raises(abi.OutOfDeviceMemoryError):
+                shared.reload(params=True)
+        with pytest.raises(abi.InvalidStateError, match="while its content is on the host"):
+            params[0].sum()
+        shared.reload(params=True)
+        assert buffer.tolist() == expected
+        assert addresses([*module.parameters(), buffer, *params]) == kept
+        assert models.bits(module.parameters()) == models.bits(other.parameters())
+        assert torch.equal(view, next(module.parameters())[1:])
+
+
+def test_addresses_stay_when_params_come_and_go(on_the_cpu):
+    params = [nn.Parameter(torch.full((5,), float(index))) for index in range(4)]
+    optimizer = hybridopt.SGD(params[:2], lr=1.0, movable="params", keep_addresses=True, threads=1)
+    optimizer.materialize()
+    kept = addresses(params[:2])
+    optimizer.add_param_group({"params": params[2:]})
+    optimizer.materialize()
+    assert addresses(params[:2]) == kept
+    optimizer.param_groups[0]["params"] = params[1:2]  # params[0] leaves, and stays in the pool
+    params[1].data = torch.full((5,), 10.0)
+    kept = addresses(params)
+    with optimizer.offloaded(grads=False, states=False):
+        assert params[0].isnan().all()
+    assert [param.tolist() for param in params] == [[value] * 5 for value in (0.0, 10.0, 2.0, 3.0)]
+    assert addresses([params[0], *params[2:]]) == [kept[0], *kept[2:]]
+    kept = addresses(params)  # params[1], which the program has replaced, keeps an address from now on
+    with optimizer.offloaded(grads=False, states=False):
+        pass
+    assert addresses(params) == kept
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_move_to_kept_addresses_that_fails_loses_nothing(error, on_the_cpu, monkeypatch):
+    module, optimizer, other, plain = pair(movable=ALL, keep_addresses=True)
+    for each in (module, other):
+        backward(each, 0)
+    calls = []
+
+    def fail(self, storage, count):
+        calls.append(count)
+        if len(calls) == 2:
+            raise error
+        storage.resize_(count)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OnTheCpu, "_take_inside", fail)
+        with pytest.raises(error):
+            optimizer.step()
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+    optimizer.step(), plain.step()
+    with optimizer.offloaded():
+        pass
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+def test_addresses_are_kept_where_params_move_and_on_a_gpu():
+    with pytest.raises(ValueError, match=r"keep_addresses=True with movable=\('states',\): .*leave keep_addresses out"):
+        adamw(models.perceptron(), keep_addresses=True, movable="states")
+    optimizer = adamw(models.perceptron(), keep_addresses=True, movable="params")
+    with pytest.raises(ValueError, match="keep_addresses=True with parameters on the CPU: .* move the model to the GPU"):
+        optimizer.materialize()
 
 
 def test_what_has_no_room_is_refused_with_the_option_to_set():

@@ -105,6 +105,7 @@ class CudaDevice final : public Device {
   Status Wait(EventHandle event, int64_t timeout_ns) override;
   Result<double> Elapsed(EventHandle begin, EventHandle end) override;
   Status Synchronize(StreamHandle stream, int64_t timeout_ns) override;
+  Status AwaitAllStreams() override;
 
   Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override {
     return Copy(stream, host, device, bytes, host, "copy to the host");
@@ -455,6 +456,11 @@ Status CudaDevice::Synchronize(StreamHandle stream, int64_t timeout_ns) {
                        "work queued on stream \"%s\" was not done within %" PRId64
                        " ns; it goes on, wait again",
                        LabelOf(stream).c_str(), timeout_ns);
+}
+
+Status CudaDevice::AwaitAllStreams() {
+  const Scope scope = Enter();
+  return fault_.Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
 Status CudaDevice::DestroyStream(StreamHandle stream) {

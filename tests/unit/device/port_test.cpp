@@ -7,6 +7,8 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "../../devices.h"
@@ -15,6 +17,7 @@
 #include "device_calls.h"
 #include "kernels/convert.h"
 #include "kernels/table.h"
+#include "memory/address_pool.h"
 #include "memory/device_window.h"
 
 namespace hybridopt {
@@ -522,6 +525,209 @@ TEST_P(PortTest, PagesThatAreNotThereAreRefused) {
   const uint64_t free_bytes = device->Memory().value().free_bytes;
   EXPECT_TRUE(Fails(window.Take(0, 2 * total).status(), OFFLOAD_OUT_OF_DEVICE_MEMORY,
                     {"asked for", "bytes of device memory", "are free"}));
+  if (!TestsRunOnCuda()) {
+    EXPECT_EQ(device->Memory().value().free_bytes, free_bytes);
+  }
+}
+
+// ---------------------------------------------------------------------------------- address pools --
+
+// A pool, and the values that each block should hold. While the memory is released there are none.
+class PoolProgram {
+ public:
+  explicit PoolProgram(std::shared_ptr<Device> device)
+      : device_(std::move(device)), pool_(AddressPool::Create(device_).value()) {}
+  ~PoolProgram() {
+    while (!blocks_.empty()) Free(0);
+    pool_->Retire();
+  }
+  PoolProgram(const PoolProgram&) = delete;
+  PoolProgram& operator=(const PoolProgram&) = delete;
+
+  Status Allocate(uint64_t count) {
+    HYBRIDOPT_ASSIGN(void* const data, pool_->Allocate(4 * count));
+    blocks_.push_back({static_cast<float*>(data), {}, count});
+    Write(blocks_.back());
+    return {};
+  }
+  void Free(size_t block) {
+    EXPECT_TRUE(Ok(AddressPool::Free(blocks_[block].data)));
+    blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(block));
+  }
+  void Release() {
+    EXPECT_TRUE(Ok(pool_->ReleaseMemory()));
+    for (const Block& block : blocks_)
+      EXPECT_FALSE(device_->CheckRange(block.data, 4 * block.count).ok());
+  }
+  Status Take() { return pool_->TakeMemory(); }
+  void WriteAll() {
+    for (Block& block : blocks_) Write(block);
+  }
+  void ExpectAll() {
+    for (const Block& block : blocks_)
+      EXPECT_TRUE(SameBits(Download(*device_, block.data, block.count), block.values));
+  }
+  std::vector<const void*> addresses() const {
+    std::vector<const void*> found;
+    for (const Block& block : blocks_) found.push_back(block.data);
+    return found;
+  }
+  size_t blocks() const { return blocks_.size(); }
+  AddressPool& pool() { return *pool_; }
+
+ private:
+  struct Block {
+    float* data;
+    std::vector<float> values;
+    uint64_t count;
+  };
+  void Write(Block& block) {
+    block.values = RandomValues(block.count, ++writes_);
+    EXPECT_TRUE(
+        Ok(device_->CopyToDevice(nullptr, block.data, block.values.data(), 4 * block.count)));
+    EXPECT_TRUE(Ok(device_->Synchronize(nullptr, -1)));
+  }
+
+  const std::shared_ptr<Device> device_;
+  const std::shared_ptr<AddressPool> pool_;
+  std::vector<Block> blocks_;
+  uint64_t writes_ = 0;
+};
+
+TEST_P(PortTest, APoolKeepsAddressesWhileItsMemoryIsAway) {
+  const std::shared_ptr<Device> device = Make();
+  const uint64_t free_bytes = device->Memory().value().free_bytes;
+  {
+    PoolProgram program(device);
+    for (const uint64_t count : {1u, 700'000u, 3'000'000u}) ASSERT_TRUE(Ok(program.Allocate(count)));
+    const auto addresses = program.addresses();
+    const uint64_t bytes = free_bytes - device->Memory().value().free_bytes;
+    EXPECT_GE(bytes, 4u * 3'700'001);
+    program.Release();
+    if (!TestsRunOnCuda()) {
+      EXPECT_EQ(device->Memory().value().free_bytes, free_bytes);
+    }
+    EXPECT_TRUE(Fails(program.Allocate(1), OFFLOAD_INVALID_STATE,
+                      {"the memory of the pool is released", "offload_pool_take_memory"}));
+    program.Release();  // does nothing
+    EXPECT_TRUE(Ok(program.Take()));
+    EXPECT_TRUE(Ok(program.Take())) << "does nothing";
+    EXPECT_EQ(program.addresses(), addresses);
+    program.WriteAll();
+    ASSERT_TRUE(Ok(program.Allocate(5)));
+    program.ExpectAll();
+  }
+  if (!TestsRunOnCuda()) {
+    EXPECT_EQ(device->Memory().value().free_bytes, free_bytes);
+  }
+}
+
+// The work of all streams ends before memory is released or freed.
+TEST_P(PortTest, APoolWaitsForTheWorkThatUsesIt) {
+  const std::shared_ptr<Device> device = Make();
+  const std::shared_ptr<AddressPool> pool = AddressPool::Create(device).value();
+  constexpr uint64_t kBytes = 8 << 20;
+  void* const data = pool->Allocate(kBytes).value();
+  const StreamHandle stream = MakeStream(*device, "another");
+  std::vector<std::byte> host(kBytes);
+  for (const bool frees : {false, true}) {
+    for (int copy = 0; copy < 8; ++copy)
+      ASSERT_TRUE(Ok(device->CopyToDevice(stream, data, host.data(), kBytes)));
+    EXPECT_TRUE(Ok(frees ? AddressPool::Free(data) : pool->ReleaseMemory()));
+    EXPECT_TRUE(Ok(device->Synchronize(stream, -1))) << "no copy has missed its memory";
+    if (!frees) {
+      EXPECT_TRUE(Ok(pool->TakeMemory()));
+    }
+  }
+  pool->Retire();
+  EXPECT_TRUE(Ok(device->DestroyStream(stream)));
+}
+
+TEST_P(PortTest, APoolTakesAllMemoryOrNone) {
+  if (TestsRunOnCuda()) GTEST_SKIP() << "how much the driver can still give is not known";
+  const std::shared_ptr<Device> device = Make();
+  PoolProgram program(device);
+  for (int block = 0; block < 4; ++block) ASSERT_TRUE(Ok(program.Allocate(1 << 20)));
+  const auto addresses = program.addresses();
+  program.Release();
+  // All memory but that of two blocks is somebody else's.
+  const uint64_t free_bytes = device->Memory().value().free_bytes;
+  constexpr uint64_t kSpared = uint64_t{10} << 20;
+  void* others = device->Allocate(free_bytes - kSpared).value();
+  const uint64_t left = device->Memory().value().free_bytes;
+  for (int again = 0; again < 2; ++again) {
+    EXPECT_TRUE(Fails(program.Take(), OFFLOAD_OUT_OF_DEVICE_MEMORY,
+                      {"asked for 16777216 bytes of device memory for a pool", "are free",
+                       "nothing has been taken"}));
+    EXPECT_EQ(device->Memory().value().free_bytes, left);
+    EXPECT_FALSE(device->CheckRange(addresses[0], 4).ok());
+  }
+  EXPECT_TRUE(Ok(device->Free(others)));
+  EXPECT_TRUE(Ok(program.Take()));
+  EXPECT_EQ(program.addresses(), addresses);
+  program.WriteAll();
+  program.ExpectAll();
+  EXPECT_TRUE(Fails(program.pool().Allocate(device->Memory().value().total_bytes + 1),
+                    OFFLOAD_OUT_OF_DEVICE_MEMORY, {"asked for", "are free"}));
+  EXPECT_TRUE(Fails(program.pool().Allocate(0), OFFLOAD_INVALID_ARGUMENT, {"bytes is 0"}));
+}
+
+TEST_P(PortTest, BlocksOutliveTheirPoolAndFindIt) {
+  const std::shared_ptr<Device> device = Make();
+  const uint64_t free_bytes = device->Memory().value().free_bytes;
+  std::shared_ptr<AddressPool> pool = AddressPool::Create(device).value();
+  const std::weak_ptr<AddressPool> alive = pool;
+  void* const first = pool->Allocate(100).value();
+  void* const second = pool->Allocate(100).value();
+  EXPECT_TRUE(Ok(pool->ReleaseMemory()));
+  pool->Retire();
+  EXPECT_TRUE(
+      Fails(pool->Allocate(1), OFFLOAD_INVALID_STATE, {"another thread destroys the pool"}));
+  pool.reset();
+  int elsewhere = 0;
+  EXPECT_TRUE(Fails(AddressPool::Free(&elsewhere), OFFLOAD_INVALID_ARGUMENT,
+                    {"expected the address of a block of a pool"}));
+  EXPECT_TRUE(Ok(AddressPool::Free(second)));
+  EXPECT_TRUE(Fails(AddressPool::Free(second), OFFLOAD_INVALID_ARGUMENT, {"data is 0x"}));
+  EXPECT_FALSE(alive.expired());
+  EXPECT_TRUE(Ok(AddressPool::Free(first)));
+  EXPECT_TRUE(alive.expired()) << "the pool ends with its last block";
+  EXPECT_TRUE(Ok(AddressPool::Free(nullptr)));
+  if (!TestsRunOnCuda()) {
+    EXPECT_EQ(device->Memory().value().free_bytes, free_bytes);
+  }
+}
+
+TEST_P(PortTest, PoolsGiveTheSameAddressesAfterRandomPrograms) {
+  const std::shared_ptr<Device> device = Make();
+  const uint64_t free_bytes = device->Memory().value().free_bytes;
+  for (uint64_t run = 0; run < (TestsRunOnCuda() ? 3u : 40u); ++run) {
+    SCOPED_TRACE("run " + std::to_string(run));
+    Random random(run);
+    PoolProgram programs[2] = {PoolProgram(device), PoolProgram(device)};
+    bool is_released[2] = {};
+    for (int call = 0; call < 60; ++call) {
+      const uint64_t which = random.Below(2);
+      PoolProgram& program = programs[which];
+      const auto addresses = program.addresses();
+      if (random.OneIn(4) && program.blocks() > 0) {
+        program.Free(random.Below(program.blocks()));
+      } else if (random.OneIn(3)) {
+        if (std::exchange(is_released[which], !is_released[which])) {
+          EXPECT_TRUE(Ok(program.Take()));
+          program.WriteAll();
+        } else {
+          program.Release();
+        }
+        EXPECT_EQ(program.addresses(), addresses);
+      } else {
+        EXPECT_EQ(program.Allocate(1 + random.Below(random.OneIn(9) ? 1 << 16 : 3000)).ok(),
+                  !is_released[which]);
+      }
+      for (const uint64_t each : {0u, 1u})
+        if (!is_released[each]) programs[each].ExpectAll();
+    }
+  }
   if (!TestsRunOnCuda()) {
     EXPECT_EQ(device->Memory().value().free_bytes, free_bytes);
   }

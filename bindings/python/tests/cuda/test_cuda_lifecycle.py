@@ -225,17 +225,151 @@ def test_helpers_that_bring_state_to_the_gpu_leave_it_where_it_is(fraction):
     assert {key: bits([value.cpu()]) for key, value in optimizer.state[param].items()} == before
 
 
-def test_copies_of_params_are_not_disturbed():
+def addresses(params):
+    return [param.data_ptr() for param in params]
+
+
+def free_bytes():
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def large(dtype=torch.bfloat16):
+    """A model with params of 64 MiB and more, and smaller ones."""
+    layers = (nn.Linear(4096, 8192), nn.Tanh(), nn.Linear(8192, 4096, bias=False), nn.LayerNorm(4096))
+    return nn.Sequential(*layers).to("cuda", dtype)
+
+
+def captured(module, inputs):
+    """A graph that computes with the params of a module, and what it writes to."""
+
+    def compute():
+        return [module(inputs), *(2 * param for param in module.parameters())]
+
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            written = compute()
+    return graph, written
+
+
+@every_fraction
+@every_dtype
+def test_a_captured_graph_computes_with_params_that_have_been_away(fraction, dtype):
+    module = large(dtype)
+    params = list(module.parameters())
+    count = sum(param.numel() * param.element_size() for param in params)
+    options = {"lr": 1e-2, "offload_fraction": fraction, "movable": ALL}
+    optimizer = hybridopt.AdamW(module.named_parameters(), keep_addresses=True, **options)
+    optimizer.materialize()
+    kept = addresses(params)
+    inputs = torch.randn(64, 4096, device="cuda").to(dtype)
+    graph, written = captured(module, inputs)
+    other = copy.deepcopy(module)
+    plain = hybridopt.AdamW(other.parameters(), **options)
+    for cycle in range(3):
+        for param, same_param in zip(params, other.parameters()):
+            param.grad = torch.randn_like(param)
+            same_param.grad = param.grad.clone()
+        optimizer.step(), plain.step()
+        optimizer.zero_grad(), plain.zero_grad()
+        free = free_bytes()
+        optimizer.offload(params=True)
+        assert free_bytes() >= free + count - (8 << 20)  # the driver may have taken some for itself
+        assert torch.cuda.memory_allocated() >= count  # torch counts the addresses
+        with pytest.raises(abi.InvalidStateError, match="'0.weight' is used by .* while its content is on the host"):
+            module(inputs)
+        rollout = torch.empty(count, dtype=torch.uint8, device="cuda").fill_(255)
+        del rollout
+        optimizer.reload(params=True)
+        assert addresses(params) == kept
+        graph.replay()
+        torch.cuda.synchronize()
+        with torch.no_grad():
+            for param, same_param, doubled in zip(params, other.parameters(), written[1:]):
+                assert torch.equal(param, same_param)
+                assert torch.equal(doubled, 2 * same_param)
+            torch.testing.assert_close(written[0], other(inputs), rtol=2e-2, atol=2e-2)
+
+
+def test_params_whose_memory_somebody_else_has_come_back_later():
+    module = large()
+    optimizer = hybridopt.AdamW(module.parameters(), movable="params", keep_addresses=True)
+    optimizer.materialize()
+    kept, before = addresses(module.parameters()), bits([param.cpu() for param in module.parameters()])
+    optimizer.offload(params=True)
+    somebody = torch.empty(free_bytes() - (64 << 20), dtype=torch.uint8, device="cuda")
+    for _ in range(2):
+        with pytest.raises(abi.OutOfDeviceMemoryError, match="asked for .* bytes of device memory for a pool.* are free"):
+            optimizer.reload(params=True)
+        with pytest.raises(abi.InvalidStateError, match="while its content is on the host"):
+            module[0].weight.sum()
+    del somebody  # torch still has it in its cache
+    optimizer.reload(params=True)
+    assert addresses(module.parameters()) == kept
+    assert bits([param.cpu() for param in module.parameters()]) == before
+
+
+@pytest.mark.parametrize("how", ["close", "del"])
+def test_kept_addresses_outlive_their_optimizer(how):
+    gc.collect()
+    free = free_bytes()
+    module = large()
+    count = sum(param.numel() * param.element_size() for param in module.parameters())
+    optimizer = hybridopt.AdamW(module.parameters(), movable="params", keep_addresses=True)
+    optimizer.materialize()
+    with optimizer.offloaded(grads=False, states=False):
+        pass
+    kept, before = addresses(module.parameters()), bits([param.cpu() for param in module.parameters()])
+    if how == "close":
+        optimizer.close()
+    del optimizer
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert addresses(module.parameters()) == kept
+    assert bits([param.cpu() for param in module.parameters()]) == before
+    held = free_bytes()
+    del module
+    gc.collect()
+    assert free_bytes() >= held + count
+    assert free_bytes() >= free - (64 << 20)  # the driver and torch may have taken some for themselves
+    after = nn.Parameter(torch.ones(1 << 20, device="cuda"))  # another optimizer begins from nothing
+    optimizer = hybridopt.SGD([after], lr=1.0, movable="params", keep_addresses=True)
+    optimizer.materialize()
+    with optimizer.offloaded(grads=False, states=False):
+        pass
+    assert after.sum().item() == 1 << 20
+
+
+def test_two_optimizers_give_away_only_their_own_params():
+    first, second = nn.Parameter(torch.ones(1000, device="cuda")), nn.Parameter(torch.ones(3, 500, device="cuda"))
+    optimizers = [hybridopt.SGD([p], lr=1.0, movable="params", keep_addresses=True) for p in (first, second)]
+    for optimizer in optimizers:
+        optimizer.materialize()
+    with optimizers[0].offloaded(grads=False, states=False):
+        second.data.mul_(2)
+        assert second.sum().item() == 3000
+    assert first.sum().item() == 1000
+
+
+@pytest.mark.parametrize("keep_addresses", [False, True])
+def test_copies_of_params_are_not_disturbed(keep_addresses):
     """The params are in one buffer, with other data between them."""
     buffer = torch.arange(20, dtype=torch.float32, device="cuda")
     params = [nn.Parameter(buffer[2:7]), nn.Parameter(buffer[9:15])]
     on_cpu = [nn.Parameter(param.detach().cpu()) for param in params]
-    optimizer = hybridopt.SGD(params, lr=1.0, movable=["params"])
+    optimizer = hybridopt.SGD(params, lr=1.0, movable=["params"], keep_addresses=keep_addresses)
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
     before = buffer.tolist()
     with optimizer.offloaded(grads=False, states=False):
-        assert buffer.untyped_storage().nbytes() == 0
+        assert buffer.untyped_storage().nbytes() == (80 if keep_addresses else 0)
     assert buffer.tolist() == before
     assert params[0].tolist() == [value - 1 for value in on_cpu[0].tolist()]

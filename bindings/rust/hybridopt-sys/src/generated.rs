@@ -87,6 +87,12 @@ pub struct offload_stash {
 }
 pub type offload_stash_t = *mut offload_stash;
 
+#[repr(C)]
+pub struct offload_pool {
+    _private: [u8; 0],
+}
+pub type offload_pool_t = *mut offload_pool;
+
 pub type offload_ticket_t = u64;
 
 pub type offload_stream_t = *mut c_void;
@@ -923,4 +929,22 @@ extern "C" {
         function: offload_stream_function_t,
         user: *mut c_void,
     ) -> i32;
+    pub fn offload_pool_create(context: offload_context_t, pool: *mut offload_pool_t) -> i32;
+    pub fn offload_pool_destroy(pool: offload_pool_t) -> i32;
+    pub fn offload_pool_alloc(pool: offload_pool_t, bytes: u64, data: *mut *mut c_void) -> i32;
+    pub fn offload_pool_free(data: *mut c_void) -> i32;
+    pub fn offload_pool_release_memory(pool: offload_pool_t) -> i32;
+    pub fn offload_pool_take_memory(pool: offload_pool_t) -> i32;
+    pub fn offload_pool_enter(pool: offload_pool_t) -> i32;
+    pub fn offload_pool_torch_alloc(
+        bytes: i64,
+        device: i32,
+        stream: offload_stream_t,
+    ) -> *mut c_void;
+    pub fn offload_pool_torch_free(
+        data: *mut c_void,
+        bytes: i64,
+        device: i32,
+        stream: offload_stream_t,
+    );
 }

@@ -39,6 +39,7 @@ from .library import content_hash as content_hash
 from .library import library as library
 from .library import library_path as library_path
 from .library import status_name as status_name
+from .pool import Pool as Pool
 from .stash import Stash as Stash
 from .stash import stash_plan as stash_plan
 

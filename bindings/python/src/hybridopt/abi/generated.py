@@ -77,6 +77,7 @@ OFFLOAD_LOG_ERROR = 3
 offload_context_t = ctypes.c_void_p
 offload_optimizer_t = ctypes.c_void_p
 offload_stash_t = ctypes.c_void_p
+offload_pool_t = ctypes.c_void_p
 offload_ticket_t = ctypes.c_uint64
 offload_stream_t = ctypes.c_void_p
 offload_log_function_t = CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p)
@@ -1002,6 +1003,15 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "offload_stream_destroy": (ctypes.c_int32, [offload_context_t, offload_stream_t]),
     "offload_stream_synchronize": (ctypes.c_int32, [offload_context_t, offload_stream_t, ctypes.c_int64]),
     "offload_stream_run": (ctypes.c_int32, [offload_context_t, offload_stream_t, offload_stream_function_t, ctypes.c_void_p]),
+    "offload_pool_create": (ctypes.c_int32, [offload_context_t, POINTER(offload_pool_t)]),
+    "offload_pool_destroy": (ctypes.c_int32, [offload_pool_t]),
+    "offload_pool_alloc": (ctypes.c_int32, [offload_pool_t, ctypes.c_uint64, POINTER(ctypes.c_void_p)]),
+    "offload_pool_free": (ctypes.c_int32, [ctypes.c_void_p]),
+    "offload_pool_release_memory": (ctypes.c_int32, [offload_pool_t]),
+    "offload_pool_take_memory": (ctypes.c_int32, [offload_pool_t]),
+    "offload_pool_enter": (ctypes.c_int32, [offload_pool_t]),
+    "offload_pool_torch_alloc": (ctypes.c_void_p, [ctypes.c_int64, ctypes.c_int32, offload_stream_t]),
+    "offload_pool_torch_free": (None, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, offload_stream_t]),
 }
 
 

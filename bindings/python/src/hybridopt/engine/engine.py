@@ -18,6 +18,7 @@ from .. import abi
 from ..base.modes import current_stream, in_no_mode
 from ..changes.take_memory import TakeMemory
 from ..params.bound import Bound
+from ..params.kept_addresses import KeptAddresses
 from ..params.members import Member
 from ..params.registered import Registered, Slot, Wanted
 from ..params.released_storages import ReleasedStorage
@@ -60,6 +61,7 @@ class Engine:
         self.shown = Shown(self.handle, device, self.registered, self.state_memory)
         # The storages of params that are offloaded; None while params are on the device.
         self.released_storages: list[ReleasedStorage] | None = None
+        self.kept_addresses: KeptAddresses | None = None  # of params, if the options ask for that
         self.states_are_offloaded = False
         self.expects_skips = False  # a GradScaler, which looks for a scale, hears of them
         self._has_ranks = "comm" in options
@@ -95,10 +97,17 @@ class Engine:
         return self.handle.plan()
 
     def commit(self) -> None:
+        self.move_to_kept_addresses()
         self.bound.fill_copies()
         self.handle.commit(self.stream())
         self.in_sync.begin()
         self.see_versions()
+
+    def move_to_kept_addresses(self) -> None:
+        """Moves params to addresses that they keep, unless they have such addresses or need none."""
+        kept = self.kept_addresses
+        if kept is not None and kept.move_in(local(slot.param) for slot in self.slots):
+            self.bound.bind_params()
 
     def stream(self) -> int:
         """The stream on which gradients and params are ready."""

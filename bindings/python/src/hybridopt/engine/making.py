@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import abi
 from ..base.callers import depth_of_caller
 from ..base.device_memory import DeviceMemory
+from ..params.kept_addresses import KeptAddresses
 from ..params.members import Member
 from ..params.registered import Slot, Wanted
 from ..params.tensors import DTYPES, is_spread, local
@@ -96,6 +97,21 @@ def host_executors_of(options: OffloadOptions, wanted: Wanted, device: torch.dev
     return "streamed"
 
 
+def kept_addresses_of(options: OffloadOptions, engine: Engine, before: KeptAddresses | None) -> KeptAddresses | None:
+    """The addresses that params keep. `before` are those of the engine before this one."""
+    if not options["keep_addresses"] or (before is not None and before.device == engine.device):
+        return before
+    return KeptAddresses(engine.context, engine.device)
+
+
+def _check_device(options: OffloadOptions, device: torch.device) -> None:
+    if options["keep_addresses"] and device.type == "cpu":
+        raise ValueError(
+            "keep_addresses=True with parameters on the CPU: only memory of a GPU is given away behind its addresses; "
+            "leave keep_addresses out, or move the model to the GPU before its first step"
+        )
+
+
 def early_update_bytes(options: OffloadOptions, device: torch.device, host_executors: str) -> int:
     """The bytes that the library should take for early updates. 0 if the library would refuse them, because
     gradients do not leave the device (before hook_gradients()), or because no CPU thread could update a copy of a
@@ -114,6 +130,7 @@ def make_engine(
 ) -> tuple[Engine, Placement]:
     """A registered engine that is not committed, and where its state will be."""
     device = device_of(members)
+    _check_device(options, device)
     host_executors = host_executors_of(options, wanted, device)
     context = context_for(
         device,

@@ -51,6 +51,7 @@ def offload(engine: Engine, state: dict[Tensor, Any], params: bool, states: bool
     streams = [engine.stream()]
     params_leave = params and engine.released_storages is None
     if params_leave:
+        engine.move_to_kept_addresses()
         engine.note_params_leave()
     if states:
         offload_states(engine, state, streams)
@@ -87,8 +88,12 @@ def queue_params(engine: Engine, streams: list[int]) -> None:
 
 
 def release_params(engine: Engine) -> None:
-    """Frees the memory of params that are on the host, storage by storage."""
+    """Frees the memory of params that are on the host, storage by storage, or behind all addresses that they keep."""
     assert engine.released_storages is not None
+    if engine.kept_addresses is not None:
+        engine.released_storages.extend(engine.kept_addresses.storages(engine.slots))
+        engine.kept_addresses.release()
+        return
     for storage in storages_of(engine.slots):
         engine.released_storages.append(storage)
         storage.release()
@@ -103,6 +108,8 @@ def reload(engine: Engine, params: bool, grads: bool, states: bool) -> None:
         engine.shown.show_hidden()
         engine.states_are_offloaded = False
     if params and engine.released_storages is not None:
+        if engine.kept_addresses is not None:
+            engine.kept_addresses.take()
         for storage in engine.released_storages:
             storage.restore()
         engine.bound.rebind_params()

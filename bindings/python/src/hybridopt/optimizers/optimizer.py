@@ -24,6 +24,7 @@ from ..traps.clipping import NOTHING_TO_CLIP, note_taken, note_used, taken_by
 from ..hiding.gradient_hooks import GradientHooks, refuse_held_accumulators
 from ..hiding.overlap import Overlap
 from ..params.hyperparameters import check_arguments, hyperparameters_of, named_algorithm, with_own_defaults
+from ..params.kept_addresses import KeptAddresses
 from ..params.matrices import check_matrices
 from ..params.members import Member, has_gradient, members_of, named
 from ..params.registered import Slot, Wanted, wide_gradients
@@ -56,6 +57,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
     _leftover: Leftover | None = None
     _hooks: GradientHooks | None = None
     _overlap: Overlap | None = None
+    _kept_addresses: KeptAddresses | None = None
     _says_whether_to_clip = False
 
     def _algorithm(self, group: dict[str, Any]) -> int:
@@ -312,6 +314,8 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         if self._overlap is not None:
             members = self._overlap.ordered(members)
         engine = self._new_engine(members, wanted)
+        self._kept_addresses = making.kept_addresses_of(self._options, engine, self._kept_addresses)
+        engine.kept_addresses = self._kept_addresses
         engine.commit()
         making.warn_of_no_effect(self._options, wanted, engine.device)
         engine.counts_before = self._engines.counts
@@ -563,4 +567,4 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         self._finish_gradients()
         self._engines.close(self)
         self._state = State(self)
-        self._comm = self._leftover = None
+        self._comm = self._leftover = self._kept_addresses = None

@@ -120,7 +120,7 @@ class _Cut:
 
 
 # Options that need the params themselves, of which this optimizer has parts alone.
-REFUSED = ("track_changes",)
+REFUSED = ("keep_addresses", "track_changes")
 
 
 class ShardedMuon(torch.optim.Optimizer):
@@ -132,7 +132,7 @@ class ShardedMuon(torch.optim.Optimizer):
     Args:
         params (iterable): as of hybridopt.Muon; muon_groups(model) makes them, before or after the model is sharded.
         process_group (ProcessGroup, default None): the ranks that hold the model; None: all ranks.
-        arguments: those of hybridopt.Muon, but track_changes.
+        arguments: those of hybridopt.Muon, but keep_addresses and track_changes.
 
     homes is the list of these matrices; print() of it shows where each is updated. save_checkpoint() stores matrices
     whole, and state_dict() shows their state in shards, as torch.distributed.checkpoint needs it.

@@ -1,5 +1,5 @@
 """Frees the memory of params and allocates it again. The tensor of a param and its views stay valid
-objects: only the size of their storage changes, to 0 and back."""
+objects: only the size of their storage changes, to 0 and back, or not even that (kept_addresses.py)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .registered import Slot
 from .tensors import local
 
 
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 class ReleasedStorage:
     """A storage whose memory is freed by release(). Bytes in it that belong to no param are kept here."""
 
-    def __init__(self, tensor: Tensor, slots: list[Slot]) -> None:
-        self._storage = tensor.untyped_storage()
-        self._bytes = self._storage.nbytes()
+    def __init__(self, storage: torch.UntypedStorage, slots: list[Slot]) -> None:
+        self._storage = storage
+        self._bytes = storage.nbytes()
         self._gaps = [
-            (begin, self._all()[begin:end].to("cpu", copy=True)) for begin, end in self._rest(slots)
+            (begin, bytes_of(storage)[begin:end].to("cpu", copy=True)) for begin, end in self._rest(slots)
         ]
 
     def release(self) -> None:
         self._storage.resize_(0)
-
-    def _all(self) -> Tensor:
-        everything = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
-        return everything.set_(self._storage)
 
     def _rest(self, slots: list[Slot]) -> Iterator[tuple[int, int]]:
         """The ranges (begin, end) of bytes that belong to no param."""
@@ -48,14 +48,29 @@ class ReleasedStorage:
     def restore(self) -> None:
         if self._storage.nbytes() == 0:
             self._storage.resize_(self._bytes)
-            for begin, content in self._gaps:
-                self._all()[begin : begin + content.numel()].copy_(content)
+            self._fill_gaps()
+
+    def _fill_gaps(self) -> None:
+        for begin, content in self._gaps:
+            bytes_of(self._storage)[begin : begin + content.numel()].copy_(content)
 
 
-def storages_of(slots: list[Slot]) -> Iterator[ReleasedStorage]:
-    """The storages of params, each made when it is asked for. Several params may share a storage."""
+class KeptStorage(ReleasedStorage):
+    """A storage that keeps its address: KeptAddresses gives up the memory behind it, and takes memory there again."""
+
+    def restore(self) -> None:
+        self._fill_gaps()
+
+
+def slots_by_storage(slots: list[Slot]) -> dict[int, list[Slot]]:
+    """Several params may share a storage."""
     by_storage: dict[int, list[Slot]] = {}
     for slot in slots:
         by_storage.setdefault(local(slot.param).untyped_storage()._cdata, []).append(slot)
-    for group in by_storage.values():
-        yield ReleasedStorage(local(group[0].param), group)
+    return by_storage
+
+
+def storages_of(slots: list[Slot]) -> Iterator[ReleasedStorage]:
+    """The storages of params, each made when it is asked for."""
+    for group in slots_by_storage(slots).values():
+        yield ReleasedStorage(local(group[0].param).untyped_storage(), group)

@@ -334,6 +334,16 @@ class OffloadOptions(TypedDict, total=False):
             lambda _, value: movable_words(value),
         ),
     ]
+    keep_addresses: Annotated[
+        bool,
+        Option(
+            "bool",
+            False,
+            """params on a GPU come back from offload(params=True) at the addresses that they had, as CUDA graphs
+            need. The first step, or materialize(), moves them there once. Needs `movable` with "params".""",
+            expect(lambda v: isinstance(v, bool), "True or False"),
+        ),
+    ]
     overlap: Annotated[
         nn.Module | None,
         Option(
@@ -440,6 +450,11 @@ def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
     values = cast(OffloadOptions, {name: row.check(name, given[name]) for name, row in ROWS.items()})
     placement.check(values["offload_fraction"], values["device_budget_bytes"], values["device_headroom"])
     disk.check(values)
+    if values["keep_addresses"] and "params" not in values["movable"]:
+        raise ValueError(
+            f"keep_addresses=True with movable={values['movable']!r}: it is about params that offload() moves; give "
+            "movable with 'params', or leave keep_addresses out"
+        )
     check_local_rank(values["local_rank"], values["local_world"])
     if values["replica_group"] is not None and values["process_group"] is None:
         raise ValueError(
