@@ -91,8 +91,7 @@ Result<void*> AddressPool::Allocate(uint64_t bytes) {
   if (bytes == 0) return Status::Error(OFFLOAD_INVALID_ARGUMENT, "bytes is 0, expected at least 1");
   HYBRIDOPT_ASSIGN(const DeviceMemory memory, device_->Memory());
   std::lock_guard lock(mutex_);
-  if (is_retired_)
-    return Status::Error(OFFLOAD_INVALID_STATE, "another thread destroys the pool");
+  if (is_retired_) return Status::Error(OFFLOAD_INVALID_STATE, "another thread destroys the pool");
   if (is_released_)
     return Status::Error(OFFLOAD_INVALID_STATE,
                          "the memory of the pool is released; call offload_pool_take_memory first");

@@ -101,7 +101,7 @@ class ChangeLog {
     bool has_base = false;
     bool has_pending = false;        // if not, those in pending_ are stale
     bool pending_on_device = false;  // if not, those in the other array on the device are stale
-    uint8_t fresh_array = 0;         // which of the two arrays on the device has the fresh bits
+    uint8_t fresh_array = 0;         // which array on the device, 0 or 1, has the fresh bits
     uint8_t noted = 0;               // 0: no bit on the host is fresh; set by the workers
     uint64_t take = 0;               // the last one; 0: it has been acknowledged, or has failed
     uint64_t taken_hash = 0;

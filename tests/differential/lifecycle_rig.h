@@ -456,8 +456,8 @@ class LifecycleRig {
   offload_optimizer_t optimizer_ = nullptr;
   std::map<void*, uint64_t> buffers_;  // all that are allocated, with their bytes
   offload_pool_t pool_ = nullptr;
-  std::vector<void*> blocks_;          // of the pool
-  uint64_t idle_bytes_ = 0;            // what a real device's driver takes for itself
+  std::vector<void*> blocks_;  // of the pool
+  uint64_t idle_bytes_ = 0;    // what a real device's driver takes for itself
 };
 
 // ---------------------------------------------------------------------------- helpers of models --

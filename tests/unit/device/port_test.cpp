@@ -530,7 +530,8 @@ TEST_P(PortTest, PagesThatAreNotThereAreRefused) {
   }
 }
 
-// ---------------------------------------------------------------------------------- address pools --
+// ---------------------------------------------------------------------------------- address pools
+// --
 
 // A pool, and the values that each block should hold. While the memory is released there are none.
 class PoolProgram {
@@ -599,7 +600,8 @@ TEST_P(PortTest, APoolKeepsAddressesWhileItsMemoryIsAway) {
   const uint64_t free_bytes = device->Memory().value().free_bytes;
   {
     PoolProgram program(device);
-    for (const uint64_t count : {1u, 700'000u, 3'000'000u}) ASSERT_TRUE(Ok(program.Allocate(count)));
+    for (const uint64_t count : {1u, 700'000u, 3'000'000u})
+      ASSERT_TRUE(Ok(program.Allocate(count)));
     const auto addresses = program.addresses();
     const uint64_t bytes = free_bytes - device->Memory().value().free_bytes;
     EXPECT_GE(bytes, 4u * 3'700'001);
