@@ -205,8 +205,8 @@ class Device {
   // Seconds between two reached records of events on one stream.
   virtual Result<double> Elapsed(EventHandle begin, EventHandle end) = 0;
   virtual Status Synchronize(StreamHandle stream, int64_t timeout_ns) = 0;
-  // Blocks until no stream of the device has work, those of other libraries among them: to be called
-  // before memory of which any stream may make use is freed.
+  // Blocks until no stream of the device has work, those of other libraries among them: to be
+  // called before memory of which any stream may make use is freed.
   virtual Status AwaitAllStreams() = 0;
 
   virtual Status CopyToHost(StreamHandle stream, void* host, const void* device,
