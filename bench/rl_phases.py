@@ -99,12 +99,8 @@ def verl_worker(options: argparse.Namespace, ours: dict | None) -> Worker:
         engine.optimizer_zero_grad()
 
     sleep, wake = with_states(engine.optimizer, ours)
-    return Worker(
-        engine.module,
-        lambda: (engine.to(DEVICE, grad=False), wake()),
-        lambda: (sleep(), engine.to("cpu", grad=False)),
-        step,
-    )
+    move = functools.partial(engine.to, optimizer=ours is None, grad=False)  # as its train_mode does
+    return Worker(engine.module, lambda: (move(DEVICE), wake()), lambda: (sleep(), move("cpu")), step)
 
 
 def skyrl_worker(options: argparse.Namespace, ours: dict | None) -> Worker:
@@ -163,7 +159,14 @@ def memory_saver_worker(options: argparse.Namespace, ours: dict | None) -> Worke
         optimizer.step()
         optimizer.zero_grad()
 
-    return Worker(model, saver.resume, lambda: (torch.cuda.empty_cache(), saver.pause()), step)
+    paused = []
+
+    def sleep() -> None:
+        torch.cuda.empty_cache()
+        saver.pause()
+        paused.append(True)
+
+    return Worker(model, lambda: paused and (paused.clear(), saver.resume()), sleep, step)
 
 
 def with_states(optimizer: Any, ours: dict | None) -> tuple[Callable, Callable]:
