@@ -747,6 +747,18 @@ def test_a_file_has_the_patch_bit_for_bit(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{step}.safetensors" for step in range(3)]
 
 
+def test_a_file_of_whole_params_leaves_their_memory_to_torch(tmp_path):
+    model, optimizer, _ = made(movable=("params", "grads", "states"))
+    patch = optimizer.weight_changes()
+    patch.to_file(tmp_path / "patch.safetensors")
+    change = patch["embedding.weight"]
+    wire_forms._overwriting("", wire_forms._content("", model.embedding.weight, change), change)
+    before = bits_of(copy.deepcopy(model))
+    with optimizer.offloaded():
+        assert model.embedding.weight.untyped_storage().nbytes() == 0
+    assert all(torch.equal(before[name], value) for name, value in bits_of(model).items())
+
+
 def test_the_file_is_one_that_safetensors_reads(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     model, optimizer, follower = made()

@@ -1301,3 +1301,18 @@ def test_wrong_uses_are_told(tmp_path):
     with pytest.raises(abi.HybridoptError, match="late.json' ends early.*was closed"):
         with optimizer.trace(tmp_path / "late.json"):
             optimizer.close()
+
+
+def test_a_param_whose_memory_torch_cannot_free_is_named_before_anything_moves():
+    named = {"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(4))}
+    optimizer = hybridopt.AdamW(named.items(), movable=("params", "grads", "states"))
+    models.run(optimizer, list(named.values()), [1])
+    array = named["b"].detach().numpy()
+    before = models.bits(named.values())
+    with pytest.raises(abi.InvalidStateError, match=r"memory of parameter 'b' .* numpy\(\) .* param.data.clone\(\)"):
+        optimizer.offload(params=True, states=True)
+    assert models.bits(named.values()) == before and models.bits([torch.from_numpy(array)]) == before[1:]
+    named["b"].data = named["b"].data.clone()
+    with optimizer.offloaded():
+        assert named["b"].untyped_storage().nbytes() == 0
+    assert models.bits(named.values()) == before

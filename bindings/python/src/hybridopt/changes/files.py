@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import itertools
 import json
@@ -83,10 +84,10 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: di
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    write_whole(path, itertools.chain([head], map(_bytes_of, tensors.values())))
+    write_whole(path, itertools.chain([head], map(bytes_of, tensors.values())))
 
 
-def write_whole(path: str | os.PathLike[str], content: Iterable[bytes | memoryview]) -> None:
+def write_whole(path: str | os.PathLike[str], content: Iterable[bytes]) -> None:
     """Writes a file under another name first, then gives it its own."""
     folder, base = os.path.split(os.path.abspath(os.fspath(path)))
     number, pending = tempfile.mkstemp(prefix=f".{base}.", dir=folder)
@@ -102,10 +103,10 @@ def write_whole(path: str | os.PathLike[str], content: Iterable[bytes | memoryvi
         raise
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    on_host = tensor.detach().contiguous().cpu().reshape(-1)
-    content: memoryview = on_host.view(torch.uint8).numpy().data
-    return content
+def bytes_of(tensor: Tensor) -> bytes:
+    """A copy. After numpy() torch would never free the memory of a param."""
+    on_host = tensor.detach().contiguous().cpu()
+    return ctypes.string_at(on_host.data_ptr(), on_host.numel() * on_host.element_size())
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -148,7 +148,7 @@ def write_slime_version(
         content = _content(name, target_of(known, name, change), change)
         delta = compressor.compress(_overwriting(name, content, change))
         tensors[name] = torch.frombuffer(bytearray(delta), dtype=torch.uint8)
-        checksums[name] = f"{zlib.adler32(content.numpy().data):08x}"
+        checksums[name] = f"{zlib.adler32(files.bytes_of(content)):08x}"
     path = os.path.join(os.fspath(folder), f"weight_v{version:06d}")
     os.makedirs(path, exist_ok=True)
     file = "model-00000-of-00001.safetensors"
@@ -189,7 +189,7 @@ def _overwriting(name: str, content: Tensor, change: WeightChange) -> bytes:
         )
     places = (elements[:, None] * size + torch.arange(size)).reshape(-1)
     numbers = torch.cat([torch.tensor([places.numel()]), places]).numpy().astype("<u4")
-    return numbers.tobytes() + content[places].numpy().tobytes()
+    return numbers.tobytes() + files.bytes_of(content[places])
 
 
 def _changed(patch: WeightPatch) -> Iterator[tuple[str, WeightChange]]:

@@ -51,6 +51,7 @@ def offload(engine: Engine, state: dict[Tensor, Any], params: bool, states: bool
     streams = [engine.stream()]
     params_leave = params and engine.released_storages is None
     if params_leave:
+        _refuse_shared_memory(engine)
         engine.move_to_kept_addresses()
         engine.note_params_leave()
     if states:
@@ -60,6 +61,17 @@ def offload(engine: Engine, state: dict[Tensor, Any], params: bool, states: bool
     engine.wait()
     if params_leave:
         release_params(engine)
+
+
+def _refuse_shared_memory(engine: Engine) -> None:
+    """Raises if torch cannot free the memory of a param."""
+    for slot in engine.slots:
+        if slot.count > 0 and not local(slot.param).untyped_storage().resizable():
+            raise abi.InvalidStateError(
+                f"params cannot be offloaded: the memory of parameter {slot.name!r} is not torch's, or numpy() or "
+                "share_memory_() have shared it, so that torch cannot free it; give the parameter memory of its own, "
+                "param.data = param.data.clone()"
+            )
 
 
 def offload_states(engine: Engine, state: dict[Tensor, Any], streams: list[int]) -> None:
