@@ -72,8 +72,8 @@
  * Threads.   Threads may use different handles at the same time. The caller makes sure that only
  *            one thread at a time calls functions with the same handle, except
  *            offload_optimizer_wait, _step_result and _get_stats, and all functions of a stash or a
- *            pool: any thread may call these at any time before destroy. The library starts its own threads
- *            with the first work.
+ *            pool: any thread may call these at any time before destroy. The library starts its
+ *            own threads with the first work.
  * Functions  that the caller passes in (log, progress, visit, comm, offload_stream_run) should not
  *            throw. The library turns an exception of such a function into a failure: COMM_FAILED
  *            for comm, DEVICE_FAILED for offload_stream_run, INTERNAL for progress and visit. It
@@ -1588,7 +1588,7 @@ typedef void (*offload_stream_function_t)(void* user);
 OFFLOAD_API int32_t offload_stream_run(offload_context_t context, offload_stream_t stream,
                                        offload_stream_function_t function, void* user);
 
-/* ----------------------------------------------------------------- memory that keeps addresses -- */
+/* -------------------------------------------------------------- memory that keeps addresses -- */
 /* A pool gives out blocks of device memory. Their memory can be given away and taken again, and the
  * addresses of the blocks stay: a CUDA graph that has captured them can be launched again. Params
  * in blocks are given away in this order: offload_optimizer_offload_params, wait,

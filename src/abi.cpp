@@ -897,7 +897,7 @@ int32_t offload_stream_run(offload_context_t context, offload_stream_t stream,
   });
 }
 
-// ------------------------------------------------------------------------------------------ pools --
+// -------------------------------------------------------------------------------------- pools --
 
 int32_t offload_pool_create(offload_context_t context, offload_pool_t* pool) {
   return Guard([&]() -> Status {

@@ -530,8 +530,7 @@ TEST_P(PortTest, PagesThatAreNotThereAreRefused) {
   }
 }
 
-// ---------------------------------------------------------------------------------- address pools
-// --
+// ------------------------------------------------------------------------------ pools ----- --
 
 // A pool, and the values that each block should hold. While the memory is released there are none.
 class PoolProgram {

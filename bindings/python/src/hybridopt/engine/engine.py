@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import abi
-from ..base.modes import current_stream, in_no_mode
+from ..base.modes import current_stream, in_no_mode, is_in_backward
 from ..changes.take_memory import TakeMemory
 from ..params.bound import Bound
 from ..params.kept_addresses import KeptAddresses
@@ -269,7 +269,7 @@ class Engine:
 
     def fit_params(self) -> None:
         """Writes params that had to wait for the end of a backward pass (Masters.fit)."""
-        if self.masters.are_put_off:
+        if self.masters.put_off and not is_in_backward():
             self.undo_early_updates()
             self.wait()
             self.masters.fit()

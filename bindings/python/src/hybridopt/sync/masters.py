@@ -35,7 +35,7 @@ class Masters:
         self._in_sync = in_sync
         self.written_before_offload: set[Slot] = set()
         # Adopted in a backward pass, which must not see the write of a param that these masters need.
-        self._put_off: dict[Slot, Tensor] = {}
+        self.put_off: dict[Slot, Tensor] = {}  # what fit() has to write
 
     def refresh(self, among: set[Slot] | None = None) -> int:
         """Makes the masters of params that other code has written (for example by loading weights) follow these
@@ -92,7 +92,7 @@ class Masters:
         cuts out the part of this process. If the entry has none, fp32 masters follow the param in the next
         step."""
         master, low = entry.get(MASTER), entry.get(MASTER_LOW)
-        self._put_off.pop(slot, None)
+        self.put_off.pop(slot, None)
         if slot.split:
             if isinstance(low, Tensor):
                 low = master_bits.as_halves(part_of(low))
@@ -124,21 +124,16 @@ class Masters:
         flat = in_memory_order(arranged(master, torch.float32, slot.stride)).cpu()
         low, fitting = master_bits.split(flat, _elements(slot).cpu(), slot.low_dtype)
         if fitting is not None and is_in_backward():
-            self._put_off[slot] = flat.clone()
+            self.put_off[slot] = flat.clone()
         elif fitting is not None:
             slot.bound.copy_(slot.arrange(fitting))
         self._state_memory.write(slot, abi.OFFLOAD_STATE_MASTER_LOW, slot.arrange(low))
 
-    @property
-    def are_put_off(self) -> bool:
-        """Whether fit() has anything to do, and may do it."""
-        return bool(self._put_off) and not is_in_backward()
-
     def fit(self) -> None:
-        """Writes the params that adopt() could not write in a backward pass."""
-        for slot in list(self._put_off):
-            self._split(slot, slot.arrange(self._put_off[slot]))
-            del self._put_off[slot]
+        """Writes the params that adopt() could not write in a backward pass. Not to be called in one."""
+        for slot in list(self.put_off):
+            self._split(slot, slot.arrange(self.put_off[slot]))
+            del self.put_off[slot]
 
 
 def _elements(slot: Slot) -> Tensor:
