@@ -421,10 +421,10 @@ TEST_P(PortTest, SkippedUpdatesWriteNothing) {
   for (int32_t rule = 0; rule < kRuleCount; ++rule)
     ASSERT_TRUE(
         Ok(device->Update(nullptr, {Rule{rule}, {&update, 1}, {&coefficients, 1}, verdict})));
+  DeviceUpdate matrix = update;
+  matrix.matrix = {100, 200};
+  matrix.ns_steps = {&kNsDefault, 1};
   if (device->CheckMatrices().ok()) {
-    DeviceUpdate matrix = update;
-    matrix.matrix = {100, 200};
-    matrix.ns_steps = {&kNsDefault, 1};
     auto* workspace =
         Upload(*device, std::vector<std::byte>(device->MatrixWorkspaceBytes(matrix.matrix)));
     ASSERT_TRUE(Ok(device->PrepareMatrices(nullptr, matrix.matrix, workspace)));
