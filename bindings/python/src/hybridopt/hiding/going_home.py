@@ -14,9 +14,8 @@ no turn.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -32,6 +31,7 @@ from ..ranks import homes
 from ..ranks.homes import CutMatrix, Gathering
 from ..traps.clipping import Clips, note_taken, note_used
 from . import gradient_hooks
+from .micro_batches import MicroBatches, refuse_another_pass
 
 
 class Homed(Protocol):
@@ -72,23 +72,12 @@ class GoingHome:
         self._place_of = {number: place for place, number in enumerate(self._order)}
         self._number_of: dict[Tensor, int] = {each.param: number for number, each in enumerate(matrices)}
         self._group = group
-        self._micro_batches = micro_batches
-        self._is_last = False  # inside of last_micro_batch()
-        self._passes: dict[Tensor, int] = {}  # backward passes of this step that a param took part in
+        self.micro_batches = MicroBatches(micro_batches)
         self._taken: dict[int, Tensor] = {}  # by number: gradients of this round that a hook has taken
         self._gone: list[Gathering] = []  # those that have gone, in order
         self._round = 0
         self._hooks = ParamHooks(self._take)
         self._hooks.attach(each.param for each in matrices)
-
-    @contextlib.contextmanager
-    def last_micro_batch(self) -> Iterator[None]:
-        """Marks the backward pass in this context as the last one of a step."""
-        was_last, self._is_last = self._is_last, True
-        try:
-            yield
-        finally:
-            self._is_last = was_last
 
     def __bool__(self) -> bool:
         """Whether gradients have been taken for the next step."""
@@ -100,8 +89,7 @@ class GoingHome:
         optimizer = self._optimizer()
         if optimizer is None or param.grad is None:
             return
-        passes = self._passes[param] = self._passes.get(param, 0) + 1
-        if not self._is_last and (self._micro_batches is None or passes < self._micro_batches):
+        if not self.micro_batches.end_pass(param):
             return
         number = self._number_of[param]
         each = self._matrices[number]
@@ -116,12 +104,7 @@ class GoingHome:
         each = self._matrices[number]
         expected = _dtype_of(each.param)
         if number in self._taken or len(self._gone) > self._place_of[number]:
-            raise abi.InvalidStateError(
-                f"the gradient of parameter {each.cut.name!r} has been taken already, and another backward pass has made "
-                "one; call step() or zero_grad() before that pass. If a step has several, say how many by "
-                "hook_gradients(micro_batches=n), or micro_batches=None and the last one in `with "
-                "optimizer.last_micro_batch():`"
-            )
+            refuse_another_pass(each.cut.name)
         if dtype != expected:
             raise abi.InvalidStateError(
                 f"the gradient of parameter {each.cut.name!r} is {dtype}, but goes home in {expected}; set grad_dtype of "
@@ -171,7 +154,7 @@ class GoingHome:
         """The next gradients are those of another step."""
         self._taken.clear()
         self._gone.clear()
-        self._passes.clear()
+        self.micro_batches.begin_step()
         self._round += 1
         optimizer = self._optimizer()
         if optimizer is not None:
@@ -179,7 +162,7 @@ class GoingHome:
 
     def drop(self) -> None:
         """Drops the gradients that have been taken. All ranks call it."""
-        self._passes.clear()
+        self.micro_batches.begin_step()
         if not self._taken:
             return
         self._send(len(self._order), fills_up=True)

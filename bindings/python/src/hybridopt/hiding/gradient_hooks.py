@@ -11,10 +11,9 @@ device will read are not copied: `grad` becomes None too, and they live until th
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,6 +30,7 @@ from ..engine.moves import send_gradients, take_off
 from ..params.bound import Leaving
 from ..params.registered import Slot
 from ..traps.clipping import note_taken
+from .micro_batches import MicroBatches, refuse_another_pass
 
 # A batch is offloaded as soon as it has this number of gradients, or of bytes.
 SEND_AT_BYTES = 64 << 20
@@ -123,9 +123,7 @@ class GradientHooks:
         self._keep = b""  # per slot: whether its gradient should stay on the device in this step
         self._owed_bytes = 0  # gradients with shared storages that should have stayed so far, minus those that have
         self._storage = (0, False)  # the last shared storage, and whether it stays
-        self._micro_batches = micro_batches
-        self._is_last = False  # inside of last_micro_batch()
-        self._passes: dict[Tensor, int] = {}  # backward passes of this step that a param took part in
+        self.micro_batches = MicroBatches(micro_batches)
         self._param_hooks = ParamHooks(self._ready)
         # The next batch, and the streams that made its gradients.
         self._final: dict[Tensor, Final] = {}
@@ -160,17 +158,8 @@ class GradientHooks:
     def begin_again(self) -> None:
         """Starts a new step: the gradients of the last one have been used or dropped."""
         self._begun = False
-        self._passes.clear()
+        self.micro_batches.begin_step()
         self._forget_final()
-
-    @contextlib.contextmanager
-    def last_micro_batch(self) -> Iterator[None]:
-        """Marks the backward pass in this context as the last one of a step."""
-        was_last, self._is_last = self._is_last, True
-        try:
-            yield
-        finally:
-            self._is_last = was_last
 
     def tell_scaler(self, found_inf: bool) -> None:
         """Stores whether the step found Inf or NaN where GradScaler.update() reads it. The scaler cannot find
@@ -190,7 +179,7 @@ class GradientHooks:
             return
         if param.grad is None or hasattr(param, "decoupled_grad"):  # a step does not use this gradient
             return
-        if not self._is_final(param):
+        if not self._accumulate and not self.micro_batches.end_pass(param):  # else the host adds up all passes
             return
         engine = optimizer._engine
         if engine is None or not self._begun:
@@ -209,12 +198,6 @@ class GradientHooks:
         self._check(engine, slot, param.grad)
         self._collect(engine, Final(slot, param.grad, slot.usable_gradient(param.grad)))
 
-    def _is_final(self, param: Tensor) -> bool:
-        if self._accumulate:  # the host adds up the gradients of each pass
-            return True
-        passes = self._passes[param] = self._passes.get(param, 0) + 1
-        return self._is_last or (self._micro_batches is not None and passes >= self._micro_batches)
-
     def _check(self, engine: Engine, slot: Slot, grad: Tensor) -> None:
         if not slot.takes_gradient():
             raise abi.InvalidStateError(
@@ -224,12 +207,7 @@ class GradientHooks:
                 "gradients with zero_grad() and start the step again"
             )
         if slot in engine.bound.kept or (slot in engine.bound.hosted and not self._accumulate):
-            raise abi.InvalidStateError(
-                f"the gradient of parameter {slot.name!r} has been taken already, and another backward pass "
-                "has made one; call step() or zero_grad() before that pass. If a step has several, say how "
-                "many by hook_gradients(micro_batches=n), or micro_batches=None and the last one in `with "
-                "optimizer.last_micro_batch():`; hook_gradients(accumulate=True) adds them up on the host"
-            )
+            refuse_another_pass(slot.name, "; hook_gradients(accumulate=True) adds them up on the host")
 
     # --------------------------------------------------------------------------------- offloading --
 

@@ -421,7 +421,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         """Marks the backward pass in this context as the last one of a step, in which hook_gradients() moves
         gradients. Without hooks it has no effect."""
         self._engines.check_open(self)
-        return contextlib.nullcontext() if self._hooks is None else self._hooks.last_micro_batch()
+        return contextlib.nullcontext() if self._hooks is None else self._hooks.micro_batches.last()
 
     @in_no_mode
     def overlap(self, model: nn.Module) -> Removal:

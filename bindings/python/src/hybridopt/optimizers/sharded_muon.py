@@ -395,7 +395,7 @@ class ShardedMuon(torch.optim.Optimizer):
     @contextlib.contextmanager
     def last_micro_batch(self) -> Iterator[None]:
         """As of hybridopt.Muon."""
-        own = contextlib.nullcontext() if self._going_home is None else self._going_home.last_micro_batch()
+        own = contextlib.nullcontext() if self._going_home is None else self._going_home.micro_batches.last()
         with own, self._local.last_micro_batch():
             yield
 
