@@ -70,8 +70,7 @@ const char* AdviceFor(int64_t error) {
       return "; a symbolic link there leads back to itself: remove it, or choose another path";
     case EFBIG:
       return "; that file system or `ulimit -f` allows no file of this size: choose another path "
-             "or "
-             "raise the limit";
+             "or raise the limit";
     case EMFILE:
       return "; raise the number of open files of this process (`ulimit -n`)";
     case ENFILE:
