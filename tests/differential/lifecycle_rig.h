@@ -297,10 +297,11 @@ class LifecycleRig {
     return ticket;
   }
   // Loads, waits, and returns the outcome.
-  int32_t TryLoad(const std::string& path, uint32_t flags = 0) {
+  int32_t TryLoad(const std::string& path, uint32_t flags = 0, uint32_t io_depth = 0) {
     auto options = Make<offload_load_options_t>();
     options.path = path.c_str();
     options.flags = flags;
+    options.io_depth = io_depth;
     offload_ticket_t ticket = 0;
     const int32_t status = offload_optimizer_load(optimizer_, &options, &ticket);
     return status == OFFLOAD_OK ? offload_optimizer_wait(optimizer_, ticket, -1) : status;

@@ -34,6 +34,9 @@ LifecycleSetting SettingOf(system::Files& files, int32_t device_kind) {
   return setting;
 }
 
+// One block is read at a time, so that the reads of a load have an order.
+constexpr uint32_t kReadsInOrder = 1;
+
 class CheckpointIoTest : public testing::Test {
  protected:
   // A trained optimizer with one good checkpoint "old" of its first step.
@@ -161,7 +164,7 @@ TEST_F(CheckpointIoTest, EveryFailureOfEveryCallOfALoadIsToldAndReplacesNothingB
   Start();
   files_.Inject(Operation::kOpen, 0, 0, false);
   files_.Heal();
-  ASSERT_EQ(rig_->TryLoad(directory_ / "old"), OFFLOAD_OK);
+  ASSERT_EQ(rig_->TryLoad(directory_ / "old", 0, kReadsInOrder), OFFLOAD_OK);
   uint64_t counts[kOperations];
   for (int i = 0; i < kOperations; ++i) counts[i] = files_.count(Operation(i));
   Step(1);
@@ -174,7 +177,7 @@ TEST_F(CheckpointIoTest, EveryFailureOfEveryCallOfALoadIsToldAndReplacesNothingB
         for (const bool sticky : {false, true}) {
           const std::string what = CaseName(operation, call, error, sticky);
           files_.Inject(operation, call, error, sticky);
-          const int32_t status = rig_->TryLoad(directory_ / "old");
+          const int32_t status = rig_->TryLoad(directory_ / "old", 0, kReadsInOrder);
           files_.Heal();
           const std::string text = Text();
           EXPECT_GT(files_.failed(), 0u) << what;
@@ -224,9 +227,9 @@ TEST_F(CheckpointIoTest, AFileThatCanNoLongerBeReadWhileStateIsReplacedPoisons) 
   Start();
   files_.Inject(Operation::kRead, 0, 0, false);
   files_.Heal();
-  ASSERT_EQ(rig_->TryLoad(directory_ / "old"), OFFLOAD_OK);
+  ASSERT_EQ(rig_->TryLoad(directory_ / "old", 0, kReadsInOrder), OFFLOAD_OK);
   files_.Inject(Operation::kRead, files_.count(Operation::kRead) - 1, EIO, true);
-  EXPECT_EQ(rig_->TryLoad(directory_ / "old"), OFFLOAD_IO_FAILED);
+  EXPECT_EQ(rig_->TryLoad(directory_ / "old", 0, kReadsInOrder), OFFLOAD_IO_FAILED);
   EXPECT_NE(Text().find("a mixture now"), std::string::npos) << Text();
   EXPECT_EQ(offload_optimizer_step(rig_->optimizer(), nullptr, nullptr), OFFLOAD_POISONED);
 }
@@ -255,10 +258,13 @@ void RehashInBlocksOf(const std::string& path, uint64_t block_bytes) {
 }
 
 // The file changes while it is loaded: the bytes of every read are either refused or known to
-// differ from the verified ones, and never become state that counts as good.
+// differ from the verified ones, and never become state that counts as good. How many are refused is
+// known only where one block is read at a time: else a later block may be read before the first.
 TEST_F(CheckpointIoTest, BytesThatChangeBeforeAnyReadAreNeverLoadedAsGood) {
   Start();
-  for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+  const uint32_t default_depth = 0;
+  for (const auto& [device_kind, io_depth] : {std::pair(OFFLOAD_DEVICE_HOST, kReadsInOrder),
+                                              std::pair(OFFLOAD_DEVICE_SIM, default_depth)}) {
     for (const uint64_t block_bytes : {checkpoint::kBlockBytesMin, checkpoint::kBlockBytes}) {
       RehashInBlocksOf(directory_ / "old", block_bytes);
       uint64_t refused = 0, mixtures = 0;
@@ -267,7 +273,7 @@ TEST_F(CheckpointIoTest, BytesThatChangeBeforeAnyReadAreNeverLoadedAsGood) {
         Step(0);
         Step(1);
         files_.Inject(Operation::kRead, call, kChanged, false);
-        const int32_t status = rig_->TryLoad(directory_ / "old");
+        const int32_t status = rig_->TryLoad(directory_ / "old", 0, io_depth);
         files_.Heal();
         if (files_.failed() == 0) {  // there is no such call any more
           EXPECT_EQ(status, OFFLOAD_OK) << Text();
@@ -287,8 +293,10 @@ TEST_F(CheckpointIoTest, BytesThatChangeBeforeAnyReadAreNeverLoadedAsGood) {
           EXPECT_NE(text.find(word), std::string::npos) << "'" << word << "' is not in: " << text;
         EXPECT_EQ(offload_optimizer_step(rig_->optimizer(), nullptr, nullptr), OFFLOAD_POISONED);
       }
-      EXPECT_GT(refused, 6u);   // the manifest, the head, and the first reads of the arrays
-      EXPECT_GT(mixtures, 4u);  // all second reads but the first
+      if (io_depth == kReadsInOrder) {
+        EXPECT_GT(refused, 6u);   // the manifest, the head, and the first reads of the arrays
+        EXPECT_GT(mixtures, 4u);  // all second reads but the first
+      }
     }
   }
 }
@@ -304,10 +312,10 @@ TEST(CheckpointBlocks, LargerThanWhatIsReadAtOnceAreComparedAgainToo) {
   RehashInBlocksOf(directory / "old", 2 * checkpoint::kBlockBytes);
   files.Inject(Operation::kRead, 0, 0, false);
   files.Heal();
-  ASSERT_EQ(rig.TryLoad(directory / "old"), OFFLOAD_OK) << offload_last_error();
+  ASSERT_EQ(rig.TryLoad(directory / "old", 0, kReadsInOrder), OFFLOAD_OK) << offload_last_error();
   EXPECT_EQ(rig.Difference(solved.trace[0]), "");
   files.Inject(Operation::kRead, files.count(Operation::kRead) - 1, kChanged, false);
-  EXPECT_EQ(rig.TryLoad(directory / "old"), OFFLOAD_CHECKPOINT_CORRUPT);
+  EXPECT_EQ(rig.TryLoad(directory / "old", 0, kReadsInOrder), OFFLOAD_CHECKPOINT_CORRUPT);
   const std::string text = offload_last_error();
   EXPECT_NE(text.find("block 0 of param0.exp_avg "), std::string::npos) << text;
   EXPECT_NE(text.find("a mixture now"), std::string::npos) << text;
