@@ -236,18 +236,36 @@ Status DiskMemory::Run(const Job& job, bool writes, Content content) {
 // ------------------------------------------------------------------------------------- the pass --
 
 void DiskMemory::Begin(FunctionRef<bool(uint32_t chunk)> wanted, Content content) {
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   held_ = {};
   pass_.clear();
-  next_ = 0;
-  content_ = content;
   for (uint32_t chunk = 0; chunk < record_of_chunk_.size(); ++chunk) {
     const uint32_t record = record_of_chunk_[chunk];
     if (record == kNone) continue;
     records_[record].in_pass = wanted(chunk);
     if (records_[record].in_pass) pass_.push_back(record);
   }
+  // More would leave no slot for one of the first.
+  const size_t kept = content == Content::kStored ? std::min(pass_.size(), slots_.size()) : 0;
+  GiveUpAhead(lock, kept);
+  content_ = content;
+  next_ = 0;
   ReadAhead();
+}
+
+void DiskMemory::GiveUpAhead(std::unique_lock<std::mutex>& lock, size_t kept) {
+  if (!has_ahead_) return;
+  has_ahead_ = false;
+  const auto is_given_up = [&](uint32_t number) {
+    const Record& record = records_[number];
+    return record.slot != kNone && (kept == 0 || !record.in_pass || number > pass_[kept - 1]);
+  };
+  for (uint32_t number = 0; number < records_.size(); ++number) {
+    if (!is_given_up(number)) continue;
+    changed_.wait(lock, [&] { return records_[number].under_way == 0; });
+    slots_[records_[number].slot] = SlotState::kFree;
+    records_[number].slot = kNone;
+  }
 }
 
 void DiskMemory::Add(uint32_t record, bool writes) {
@@ -272,12 +290,18 @@ void DiskMemory::Finish(uint32_t record, bool wrote) {
   ReadAhead();
 }
 
-// Reads the next records into the slots that are free.
+// Reads the next records into the slots that are free. From then on next_ is a record that has
+// neither been read nor updated.
 void DiskMemory::ReadAhead() {
+  const auto skip_what_is_read = [&] {
+    while (next_ < pass_.size() && records_[pass_[next_]].slot != kNone) ++next_;
+  };
+  skip_what_is_read();
   for (uint32_t slot = 0; slot < slots_.size() && next_ < pass_.size() && failure_.ok(); ++slot) {
     if (slots_[slot] != SlotState::kFree) continue;
-    const uint32_t record = pass_[next_++];
+    const uint32_t record = pass_[next_];
     records_[record].slot = slot;
+    skip_what_is_read();
     Add(record, false);
   }
 }
@@ -323,6 +347,10 @@ Status DiskMemory::End() {
     records_[record].in_pass = false;
   }
   std::fill(slots_.begin(), slots_.end(), SlotState::kFree);
+  content_ = Content::kStored;
+  next_ = 0;
+  has_ahead_ = true;
+  ReadAhead();
   return failure_;
 }
 
@@ -362,6 +390,10 @@ Status DiskMemory::Hold(uint32_t param, StateSlot slot, uint64_t element) {
   const uint32_t record = RecordOf(FragmentOf(param, element));
   Held& held = held_[slot];
   if (held.record == record) return {};
+  {
+    std::unique_lock lock(mutex_);
+    GiveUpAhead(lock, 0);
+  }
   HYBRIDOPT_TRY(WriteHeld(slot));
   held.record = kNone;
   if (Status status = ReadArea(record, slot, MemoryOf(0) + begins_[slot]); !status.ok())

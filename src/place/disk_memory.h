@@ -15,7 +15,9 @@
 //   caller           | update 0        | update 1        | update 2 ...
 //
 // The threads take areas, and those to write first: a drive is fastest when it reads and writes at
-// once, so that writes must not wait until the ring has been read full.
+// once, so that writes must not wait until the ring has been read full. At the end of a pass they
+// read what the next one needs first, if it goes through the same chunks: a step begins with a full
+// ring, which was read while the caller computed gradients.
 //
 // Hold brings a single area into memory, for code that reads or writes the state of one param
 // after the other: saves, loads, and calls that read and write state.
@@ -89,7 +91,8 @@ class DiskMemory {
   bool IsReady(uint32_t chunk);
   // The chunk has been updated in the ring; a thread writes it back.
   void Updated(uint32_t chunk);
-  // Ends the pass: waits for all writes, and gives up what has been read but not updated.
+  // Ends the pass: waits for all writes, and gives up what has been read but not updated. Then
+  // threads read the first records of the pass again.
   Status End();
 
   // ---- single areas ----
@@ -173,6 +176,8 @@ class DiskMemory {
   void Add(uint32_t record, bool writes);
   void Finish(uint32_t record, bool wrote);
   void ReadAhead();
+  // Frees the slots of what was read after the last pass, but for the first `kept` records of pass_.
+  void GiveUpAhead(std::unique_lock<std::mutex>& lock, size_t kept);
   // On a thread.
   void Loop();
 
@@ -199,6 +204,7 @@ class DiskMemory {
   uint32_t under_way_ = 0;      // records that are being read or written
   std::vector<uint32_t> pass_;  // records, in order
   size_t next_ = 0;             // of pass_, to be read
+  bool has_ahead_ = false;      // records in the ring were read after the end of a pass
   Content content_ = Content::kStored;
   Status failure_;
   bool stopping_ = false;
