@@ -176,7 +176,8 @@ class DiskMemory {
   void Add(uint32_t record, bool writes);
   void Finish(uint32_t record, bool wrote);
   void ReadAhead();
-  // Frees the slots of what was read after the last pass, but for the first `kept` records of pass_.
+  // Frees the slots of what was read after the last pass, but for the first `kept` records of
+  // pass_.
   void GiveUpAhead(std::unique_lock<std::mutex>& lock, size_t kept);
   // On a thread.
   void Loop();

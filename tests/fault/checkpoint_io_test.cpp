@@ -258,8 +258,8 @@ void RehashInBlocksOf(const std::string& path, uint64_t block_bytes) {
 }
 
 // The file changes while it is loaded: the bytes of every read are either refused or known to
-// differ from the verified ones, and never become state that counts as good. How many are refused is
-// known only where one block is read at a time: else a later block may be read before the first.
+// differ from the verified ones, and never become state that counts as good. How many are refused
+// is known only where one block is read at a time: else a later block may be read before the first.
 TEST_F(CheckpointIoTest, BytesThatChangeBeforeAnyReadAreNeverLoadedAsGood) {
   Start();
   const uint32_t default_depth = 0;
