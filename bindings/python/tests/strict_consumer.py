@@ -17,7 +17,7 @@ def make(model: torch.nn.Module) -> list[OffloadOptimizer]:
         Lion(model.parameters(), betas=(0.9, 0.99), fused=True),
         Signum(model.parameters(), momentum=0.95),
         Adagrad(model.parameters(), threads=1),
-        Muon(muon_groups(model, adamw={"lr": 3e-4}), lr=0.02, adjust_lr_fn="original", max_grad_norm=1.0),
+        Muon(muon_groups(model, adamw={"lr": 3e-4}), lr=0.02, adjust_lr_fn="original", update_rms=None, max_grad_norm=1.0),
     ]
 
 

@@ -79,7 +79,7 @@ def with_vectors(dtype=torch.float32):
 # --------------------------------------------------------------------------------- the updates --
 
 
-def in_float64(matrix, gradients, adjust_lr_fn, nesterov, lr, weight_decay, ns_steps=5):
+def in_float64(matrix, gradients, adjust_lr_fn, nesterov, lr, weight_decay, ns_steps=5, update_rms=0.2):
     """The param after steps by torch's formulas in float64."""
     param, momentum = matrix.detach().double(), torch.zeros_like(matrix).double()
     for gradient in gradients:
@@ -92,7 +92,8 @@ def in_float64(matrix, gradients, adjust_lr_fn, nesterov, lr, weight_decay, ns_s
         for _ in range(ns_steps):
             gram = update @ update.T
             update = 3.4445 * update + (-4.775 * gram + 2.0315 * gram @ gram) @ update
-        scale = 0.2 * max(rows, cols) ** 0.5 if adjust_lr_fn == "match_rms_adamw" else max(1, rows / cols) ** 0.5
+        by_rms = adjust_lr_fn == "match_rms_adamw"
+        scale = update_rms * max(rows, cols) ** 0.5 if by_rms else max(1, rows / cols) ** 0.5
         param = param * (1 - lr * weight_decay) - lr * scale * (update.T if rows > cols else update)
     return param
 
@@ -135,6 +136,85 @@ def test_updates_are_those_of_torch_as_far_as_products_in_bf16_tell(adjust_lr_fn
         assert ours_off < 0.03 and ours_off < 1.5 * torchs_off, (ours_off, torchs_off)
         assert (own - other).norm() < 0.01 * moved
         assert (skipping - exact).norm() > 0.33 * moved
+
+
+def rms_groups(params):
+    """The scale of the optimizer, which is 0.2, and those of groups; AdamW has none."""
+    adamw = {"params": params[-2:], "algorithm": "adamw"}
+    groups = [
+        {"params": params[:1]},
+        {"params": params[1:2], "update_rms": 0.18},
+        {"params": params[2:4], "update_rms": torch.tensor(1.25), "adjust_lr_fn": "match_rms_adamw"},
+        adamw,
+    ]
+    return hybridopt.Muon(groups, lr=0.05, update_rms=0.2)
+
+
+def test_update_rms_is_the_scale_of_a_group():
+    """As of float64, with matrices that are tall, wide and square; 0.2 has the bits of "match_rms_adamw"."""
+    params, named = with_vectors(), matrices()
+    before = clone(params)
+    gradients = []
+    optimizer, by_name = rms_groups(params), hybridopt.Muon(named, lr=0.05, adjust_lr_fn="match_rms_adamw")
+    for seed in range(3):
+        run(optimizer, params, [seed])
+        gradients.append([param.grad.clone() for param in params])
+        for param, gradient in zip(named, gradients[-1]):
+            param.grad = gradient.clone()
+        by_name.step()
+    assert bits(named[:1]) == bits(params[:1])
+    for index, scale in enumerate((0.2, 0.18, 1.25)):
+        own = [each[index] for each in gradients]
+        exact = in_float64(before[index], own, "match_rms_adamw", True, 0.05, 0.1, update_rms=scale)
+        other = in_float64(before[index], own, "match_rms_adamw", True, 0.05, 0.1, update_rms=scale * 1.1)
+        moved_by = (exact - before[index]).norm()
+        assert (params[index] - exact).norm() < 0.03 * moved_by
+        assert (other - exact).norm() > 0.06 * moved_by
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_state_dict_without_update_rms_has_the_scale_that_it_names(sharded):
+    """As torch's, which has no such argument: loading it gives up the scale of the optimizer, at once and for later."""
+    params = matrices()
+    torchs = hybridopt.Muon(params, lr=0.05)
+    run(torchs, params, range(2))
+    state_dict = copy.deepcopy(torchs.state_dict())
+    del state_dict["param_groups"][0]["update_rms"]
+    loaded_params = clone(params)
+    loaded = (hybridopt.ShardedMuon if sharded else hybridopt.Muon)(loaded_params, update_rms=0.18)
+    loaded.load_state_dict(state_dict)
+    assert loaded.param_groups[0]["update_rms"] is None
+    for each, own in ((torchs, params), (loaded, loaded_params)):
+        run(each, own, [5, 6])
+    assert bits(loaded_params) == bits(params)
+    for each, own in ((torchs, params), (loaded, loaded_params)):
+        each.param_groups[0]["update_rms"] = 0.18
+        run(each, own, [7])
+    assert bits(loaded_params) == bits(params)
+    torchs.param_groups[0]["update_rms"] = None
+    run(torchs, params, [8])
+    run(loaded, loaded_params, [8])
+    assert bits(loaded_params) != bits(params)
+
+
+@pytest.mark.parametrize("through", ["checkpoint", "state_dict"])
+def test_update_rms_goes_on_after_a_resume(through, tmp_path):
+    params = with_vectors()
+    optimizer = rms_groups(params)
+    run(optimizer, params, range(2))
+    resumed_params = clone(params)
+    resumed = rms_groups(resumed_params)
+    if through == "checkpoint":
+        optimizer.save_checkpoint(tmp_path / "saved")
+        resumed.load_checkpoint(tmp_path / "saved")
+    else:
+        plain = [{"params": resumed_params[:1]}, {"params": resumed_params[1:2]}, {"params": resumed_params[2:4]}]
+        resumed = hybridopt.Muon([*plain, {"params": resumed_params[-2:], "algorithm": "adamw"}])
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert [group["update_rms"] for group in resumed.param_groups[:3]] == [0.2, 0.18, 1.25]
+    for each, own in ((optimizer, params), (resumed, resumed_params)):
+        run(each, own, [5, 6])
+    assert bits(resumed_params) == bits(params)
 
 
 def in_float64_by(update_of, matrix, gradients, lr, weight_decay):
@@ -436,7 +516,7 @@ def test_arguments_and_defaults_are_torchs():
     own = {name: ours[name].default for name in OWN_DEFAULTS[abi.OFFLOAD_MUON]}
     assert own == OWN_DEFAULTS[abi.OFFLOAD_MUON]
     groups = hybridopt.Muon(matrices()).param_groups, torch.optim.Muon(matrices()).param_groups
-    assert set(groups[0][0]) == set(groups[1][0])
+    assert set(groups[0][0]) - {"update_rms"} == set(groups[1][0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -692,6 +772,13 @@ def test_parts_of_matrices_are_refused():
         ({"ns_steps": 2.0}, "param group 0 has ns_steps=2.0, expected a whole number from 1 to 99"),
         ({"adjust_lr_fn": "rms"}, "has adjust_lr_fn='rms', expected None, 'original' or 'match_rms_adamw'"),
         ({"adjust_lr_fn": 0.2}, "has adjust_lr_fn=0.2, expected None, 'original' or 'match_rms_adamw'"),
+        ({"update_rms": 0.0}, "group 0 has update_rms=0.0, expected None or a number that is finite and above 0"),
+        ({"update_rms": -0.2}, "has update_rms=-0.2, expected None or a number that is finite and above 0"),
+        ({"update_rms": math.inf}, "has update_rms=inf, expected None or a number that is finite and above 0"),
+        ({"update_rms": math.nan}, "has update_rms=nan, expected None or a number that is finite and above 0"),
+        ({"update_rms": True}, "has update_rms=True, expected None or a number that is finite and above 0"),
+        ({"update_rms": "0.2"}, "has update_rms='0.2', expected None or a number that is finite and above 0"),
+        ({"update_rms": 0.2, "adjust_lr_fn": "original"}, "has update_rms=0.2 and adjust_lr_fn='original', .*; set adjust_lr_fn=None"),
         ({"eps": -1.0}, "eps is -1, expected a number that is finite and above 0"),
         ({"state_dtype": "int8"}, "Invalid state_dtype: 'int8', expected torch.float32 or torch.bfloat16"),
     ],
@@ -830,7 +917,7 @@ def same_gradients(rank, world, placements, mesh_shape):
         name: Parameter(distribute_tensor(param.detach(), mesh, of_dimensions[param.ndim])) for name, param in plain.named_parameters()
     }
     matrices = [(name, param) for name, param in sharded.items() if param.ndim == 2]
-    stack = {"params": [("experts", sharded["experts"])], "stacked": True, "split_rows": (2, 1)}
+    stack = {"params": [("experts", sharded["experts"])], "stacked": True, "split_rows": (2, 1), "update_rms": 0.3}
     others = {"params": [(name, param) for name, param in sharded.items() if param.ndim == 1], "algorithm": "adamw"}
     optimizer = hybridopt.ShardedMuon([{"params": matrices}, stack, others], **OPTIONS)
     assert ("experts" in {cut.name for cut in optimizer.homes}) == (world > 1)

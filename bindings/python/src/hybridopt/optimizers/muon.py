@@ -44,6 +44,9 @@ class Muon(OffloadOptimizer):
         adjust_lr_fn (str, default None): "original", which None means too: a matrix has lr * max(1, rows /
             cols)**0.5. "match_rms_adamw": lr * 0.2 * max(rows, cols)**0.5, which fits the learning
             rate of AdamW.
+        update_rms (float, default None): if it is given, a matrix has lr * update_rms * max(rows, cols)**0.5, so that
+            the root mean square of an update is about lr * update_rms; "match_rms_adamw" is 0.2. Above 0, and not with
+            "original". torch's class has no such argument.
 
     A group may also have `split_rows`, a list of whole numbers: then its params are fused matrices, each part of which is
     updated as a matrix of its own. The list has the rows of each part, as (h, h) for gate and up. If it adds up to fewer
@@ -62,6 +65,7 @@ class Muon(OffloadOptimizer):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
+        update_rms: float | None = None,
         **options: Unpack[OffloadOptions],
     ) -> None:
         self._configure(
@@ -85,6 +89,7 @@ class Muon(OffloadOptimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
+            "update_rms": update_rms,
         }
         OffloadOptimizer.__init__(self, params, defaults)
 

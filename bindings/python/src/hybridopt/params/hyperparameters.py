@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ OWN_DEFAULTS: dict[int, dict[str, Any]] = {
         "eps": 1e-7,
         "ns_steps": 5,
         "adjust_lr_fn": None,
+        "update_rms": None,
     },
 }
 _BY_NAME = {abi.ALGORITHMS[value].name.lower(): value for value in OWN_DEFAULTS}
@@ -122,12 +124,24 @@ def _triples_of(index: int, group: dict[str, Any]) -> tuple[tuple[float, ...], .
 
 
 def _update_rms_of(index: int, group: dict[str, Any]) -> float:
-    name = group.get("adjust_lr_fn")
-    if name is None or (isinstance(name, str) and name in ADJUSTMENTS):
+    name, given = group.get("adjust_lr_fn"), group.get("update_rms")
+    if name is not None and (not isinstance(name, str) or name not in ADJUSTMENTS):
+        raise ValueError(
+            f"param group {index} has adjust_lr_fn={shown(name)}, expected None, 'original' or 'match_rms_adamw'"
+        )
+    if given is None:
         return ADJUSTMENTS[name]
-    raise ValueError(
-        f"param group {index} has adjust_lr_fn={shown(name)}, expected None, 'original' or 'match_rms_adamw'"
-    )
+    number = _number(given)
+    if number is None or not 0.0 < number < math.inf:
+        raise ValueError(
+            f"param group {index} has update_rms={shown(given)}, expected None or a number that is finite and above 0"
+        )
+    if name == "original":
+        raise ValueError(
+            f"param group {index} has update_rms={shown(given)} and adjust_lr_fn='original', which has another scale; set "
+            "adjust_lr_fn=None, or leave out update_rms"
+        )
+    return number
 
 
 def check_arguments(**arguments: Any) -> None:

@@ -23,6 +23,8 @@ def groups_of(state_dict: dict[str, Any], own_groups: Groups, defaults: dict[str
                 "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
             )
     for index, (own, loaded) in enumerate(zip(own_groups, groups)):
+        if "update_rms" in own:
+            loaded.setdefault("update_rms", None)  # torch's state_dicts have none: adjust_lr_fn says the scale
         check_group(kind, index, loaded, defaults)
         loaded["params"] = own["params"]
         if "param_names" in own:
