@@ -75,6 +75,14 @@ constexpr void FillRules(ByTypes<T>& update, std::integer_sequence<int32_t, kRul
 }
 
 // Kernels has the static member template Update<rule, types>.
+template <typename Kernels, Rule kRule, typename T>
+constexpr ByTypes<T> MakeUpdatesOfRule() {
+  ByTypes<T> update = {};
+  FillMasters<Kernels, kRule>(update, std::make_integer_sequence<int32_t, kFormatCount>());
+  return update;
+}
+
+// The same for all rules.
 template <typename Kernels, typename T>
 constexpr ByTypes<T> MakeUpdates() {
   ByTypes<T> update = {};

@@ -1,0 +1,5 @@
+#include "kernels/cuda/update_kernels.h"
+
+namespace hybridopt::cuda {
+template UpdateKernel KernelOfRule<Rule::kCautiousAdam>(const UpdateKind&);
+}
