@@ -1,5 +1,5 @@
-"""What mkdocs does not do by itself for the site: pages for README.md, the examples and other files of the repository
-that pages link to, with their links; and Markdown as GitHub reads it. A hook of mkdocs.yml."""
+"""What mkdocs does not do by itself for the site: pages for README.md and other files of the repository that
+pages link to, with their links; and Markdown as GitHub reads it. A hook of mkdocs.yml."""
 
 import ast
 import os
@@ -17,13 +17,14 @@ ITEM = re.compile(r" *([-*]|\d+\.) ")
 PACKAGE = ROOT / "bindings/python/src/hybridopt"
 SUBMODULES = ("__version__", "abi", "integrations", "stash")
 RUSTDOC = os.environ.get("HYBRIDOPT_RUSTDOC")  # the folder that cargo doc has filled
+RENAMED = {"README.md": "index.md", "examples/README.md": "examples.md"}
 LANGUAGES = {".h": "c", ".cu": "cpp", ".py": "python", ".rs": "rust", ".yml": "yaml", ".sh": "bash"}
 
 
 def page_of(path):
     """Where the site has a file of the repository."""
-    if path == "README.md":
-        return "index.md"
+    if path in RENAMED:
+        return RENAMED[path]
     if path.endswith(".md"):
         return path.removeprefix("docs/")
     return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}.md"
@@ -31,8 +32,9 @@ def page_of(path):
 
 def file_of(page):
     """The file of the repository that a page shows."""
-    if page == "index.md":
-        return "README.md"
+    for path, renamed in RENAMED.items():
+        if page == renamed:
+            return path
     return f"docs/{page}" if (ROOT / "docs" / page).exists() else page
 
 
@@ -41,21 +43,6 @@ def target_of(path, link):
     if re.match(r"[a-z]+:", link):
         return None
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
-
-
-def examples_page():
-    """A table of the examples, from the first sentence of each."""
-    rows = ["# Examples", "", "Each says at its top how long it takes and what to expect.", "", "| | |", "|---|---|"]
-    for path in sorted(ROOT.glob("examples/[0-9]*")):
-        source = path / "main.rs" if path.is_dir() and (path / "main.rs").exists() else path
-        if source.is_dir():
-            continue
-        text = re.sub(r"^#!.*\n", "", source.read_text())
-        text = re.sub(r"^ ?(//!?|\*|/\*|\"\"\")+ ?", "", text, flags=re.MULTILINE)
-        text = re.sub(rf"^{re.escape(source.name)} shows ", "", text.strip())
-        sentence = re.split(r"[.:](?:\s|$)", re.sub(r"\s+", " ", text.removeprefix("Shows ")))[0]
-        rows.append(f"| [{path.name}]({source.relative_to(ROOT)}) | {sentence} |")
-    return "\n".join([*rows, ""])
 
 
 def python_page():
@@ -84,9 +71,7 @@ def source_page(path):
 
 def on_files(files, config):
     texts = {file_of(file.src_uri): Path(file.abs_src_path).read_text() for file in files.documentation_pages()}
-    wanted = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "include/offload.h"}
-    files.append(File.generated(config, "examples.md", content=examples_page()))
-    texts["examples.md"] = examples_page()
+    wanted = {"README.md", "examples/README.md", "CONTRIBUTING.md", "CHANGELOG.md", "include/offload.h"}
     files.append(File.generated(config, "python_reference.md", content=python_page()))
     files.append(File.generated(config, "rust_reference.md", content=rust_page()))
     for path in Path(RUSTDOC).rglob("*") if RUSTDOC else ():

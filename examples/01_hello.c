@@ -2,9 +2,10 @@
  * 01_hello.c shows the smallest useful program: one fp32 param in host memory, AdamW, and the line
  * y = 3 x - 1 to find from ten points.
  *
- *   cc -std=c99 01_hello.c -lhybridopt -o hello && ./hello
+ *   cc -std=c99 01_hello.c $(pkg-config --cflags --libs hybridopt) -o hello && ./hello
  *
- * Takes no second. Expect nine lines of falling losses; the last one ends with y = 3.000 x -1.000.
+ * Takes less than a second. Expect nine lines of falling losses; the last one ends with y = 3.000 x
+ * -1.000.
  */
 #include <offload_simple.h>
 #include <stdio.h>

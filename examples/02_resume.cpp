@@ -5,8 +5,8 @@
 //   02_resume --kill-at N DIR   kills itself, as the system would, in step N
 //   02_resume --test DIR        kills and resumes itself three times and compares the ends
 //
-// Each takes no second; DIR is a folder that is there. Expect the hash of the params after step 40,
-// and of --test the line "same bits: yes".
+// Each takes less than a second; DIR is a folder that is there. Expect the hash of the params after
+// step 40, and of --test the line "same bits: yes".
 //
 // The ten lines it takes are in save() and resume().
 #include <signal.h>

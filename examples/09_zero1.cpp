@@ -1,7 +1,8 @@
 // 09_zero1.cpp shows ZeRO-1 in a C++ trainer: every rank holds all params, and the state of its
 // part of them alone, a quarter of it on the device and the rest on the host.
 //
-//   mpirun -n 4 09_zero1                       on four simulated devices
+//   mpirun -n 4 09_zero1                       on four simulated devices; with fewer than four
+//                                              CPUs mpirun needs --oversubscribe
 //   mpirun -n 4 09_zero1 --gpu                 on four GPUs, with NCCL between them (compiled, not
 //                                              run yet)
 //   mpirun -n 4 09_zero1 --steps 20 --save DIR

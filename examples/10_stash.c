@@ -2,9 +2,10 @@
  * 10_stash.c shows a network of eight layers whose activations wait for the backward pass in host
  * memory. Each activation has 2 MiB; the device has room for three of them.
  *
- *   cc -std=c99 10_stash.c -lhybridopt -o stash && ./stash
+ *   cc -std=c99 10_stash.c $(pkg-config --cflags --libs hybridopt) -o stash && ./stash
  *
- * Takes no second. Expect one line: put aside 12 MiB, at most 12 MiB at a time; same bytes: yes
+ * Takes less than a second. Expect one line: put aside 12 MiB, at most 12 MiB at a time; same
+ * bytes: yes
  */
 #include <offload.h>
 #include <stdio.h>

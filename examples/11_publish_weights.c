@@ -4,10 +4,11 @@
  * and later the follower before it has answered. Both are started again, and after every
  * publication the follower's hash is the trainer's.
  *
- *   cc -std=c99 11_publish_weights.c -lhybridopt -lm -o publish_weights && ./publish_weights
+ *   cc -std=c99 11_publish_weights.c $(pkg-config --cflags --libs hybridopt) -lm -o publish_weights
+ *   ./publish_weights
  *
- * Takes no second. Expect a line for each of 12 publications, which says how many weights went and
- * that the follower's hash is equal.
+ * Takes less than a second. Expect a line for each of 12 publications, which says how many weights
+ * went and that the follower's hash is equal.
  */
 #define _POSIX_C_SOURCE 200809L
 #include <errno.h>
