@@ -15,6 +15,7 @@
 #include "optimizer/handle_table.h"
 #include "optimizer/optimizer.h"
 #include "runtime/thread_text.h"
+#include "runtime/thread_value.h"
 #include "stash/stash.h"
 
 namespace {
@@ -28,7 +29,7 @@ using Optimizers = HandleTable<Optimizer, HandleKind::kOptimizer>;
 using Stashes = HandleTable<Stash, HandleKind::kStash>;
 using Pools = HandleTable<AddressPool, HandleKind::kPool>;
 
-thread_local offload_pool_t entered_pool = nullptr;
+ThreadValue entered_pool;  // an offload_pool_t
 
 constexpr uint32_t kAbiVersion = 0 * 1000 + 1;
 constexpr uint32_t kMaxStructBytes = 1 << 16;
@@ -957,18 +958,19 @@ int32_t offload_pool_take_memory(offload_pool_t pool) {
 int32_t offload_pool_enter(offload_pool_t pool) {
   return Guard([&]() -> Status {
     if (pool != nullptr) HYBRIDOPT_TRY(Pools::Instance().Find(pool, "pool").status());
-    entered_pool = pool;
-    return {};
+    if (entered_pool.Set(pool)) return {};
+    return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
+                         "out of host memory: this thread cannot note which pool it has entered");
   });
 }
 
 void* offload_pool_torch_alloc(int64_t bytes, int32_t, offload_stream_t) {
   void* data = nullptr;
   Guard([&]() -> Status {
-    if (entered_pool == nullptr)
+    if (entered_pool.get() == nullptr)
       return Status::Error(OFFLOAD_INVALID_STATE,
                            "this thread has entered no pool; call offload_pool_enter before");
-    HYBRIDOPT_ASSIGN(auto found, Pools::Instance().Find(entered_pool, "the pool entered"));
+    HYBRIDOPT_ASSIGN(auto found, Pools::Instance().Find(entered_pool.get(), "the pool entered"));
     HYBRIDOPT_ASSIGN(data, found->Allocate(bytes < 0 ? 0 : static_cast<uint64_t>(bytes)));
     return {};
   });

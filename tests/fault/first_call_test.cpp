@@ -70,7 +70,14 @@ namespace {
   F(offload_optimizer_save)        \
   F(offload_optimizer_step)        \
   F(offload_optimizer_step_result) \
+  F(offload_optimizer_trace_start) \
+  F(offload_optimizer_trace_stop)  \
   F(offload_optimizer_wait)        \
+  F(offload_pool_create)           \
+  F(offload_pool_destroy)          \
+  F(offload_pool_enter)            \
+  F(offload_pool_torch_alloc)      \
+  F(offload_pool_torch_free)       \
   F(offload_stash_create)          \
   F(offload_stash_destroy)         \
   F(offload_stash_pop)             \
@@ -124,6 +131,8 @@ struct World {
   offload_context_t context = nullptr;
   offload_optimizer_t optimizer = nullptr;
   offload_stash_t stash = nullptr;
+  offload_pool_t pool = nullptr;
+  void* block = nullptr;  // of the pool
   void* data[3] = {};
   void* grad[3] = {};
 };
@@ -237,6 +246,21 @@ int32_t Step(World& world) {
   return result.skipped == 0 ? OFFLOAD_OK : OFFLOAD_INTERNAL;
 }
 
+int32_t TraceStep(World& world) {
+  TRY(Commit(world));
+  TRY(CALL(offload_optimizer_trace_start, world.optimizer, 4096));
+  TRY(CALL(offload_optimizer_step, world.optimizer, nullptr, nullptr));
+  return CALL(offload_optimizer_trace_stop, world.optimizer, world.target, nullptr);
+}
+
+int32_t UsePool(World& world) {
+  TRY(CreateContext(world));
+  TRY(CALL(offload_pool_create, world.context, &world.pool));
+  TRY(CALL(offload_pool_enter, world.pool));
+  world.block = CALL(offload_pool_torch_alloc, 4096, 0, nullptr);
+  return world.block != nullptr ? OFFLOAD_OK : OFFLOAD_OUT_OF_HOST_MEMORY;
+}
+
 int32_t UseStash(World& world) {
   TRY(CreateContext(world));
   auto options = Make<offload_stash_options_t>();
@@ -273,6 +297,10 @@ int32_t Fail(World&) {
 
 // Destroys everything that a program has made. That needs no memory.
 int32_t End(World& world) {
+  if (world.block != nullptr) CALL(offload_pool_torch_free, world.block, 4096, 0, nullptr);
+  world.block = nullptr;
+  if (world.pool != nullptr) TRY(CALL(offload_pool_destroy, world.pool));
+  world.pool = nullptr;
   if (world.stash != nullptr) TRY(CALL(offload_stash_destroy, world.stash));
   world.stash = nullptr;
   if (world.optimizer != nullptr) TRY(CALL(offload_optimizer_destroy, world.optimizer));
@@ -402,7 +430,9 @@ INSTANTIATE_TEST_SUITE_P(Programs, FirstCall,
                                          Program{"UseStash", UseStash},
                                          Program{"LoadOnSim", Load, OFFLOAD_DEVICE_SIM},
                                          Program{"StepOnSim", Step, OFFLOAD_DEVICE_SIM},
-                                         Program{"UseStashOnSim", UseStash, OFFLOAD_DEVICE_SIM}),
+                                         Program{"UseStashOnSim", UseStash, OFFLOAD_DEVICE_SIM},
+                                         Program{"TraceStep", TraceStep},
+                                         Program{"UsePool", UsePool, OFFLOAD_DEVICE_SIM}),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

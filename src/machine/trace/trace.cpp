@@ -3,14 +3,18 @@
 #include <algorithm>
 #include <cmath>
 
+#include "runtime/thread_value.h"
+
 namespace hybridopt {
 
 namespace {
 
 TraceRow RowOfThisCaller() {
-  static std::atomic<uint32_t> threads = 0;
-  thread_local const uint32_t number = threads++;
-  return TraceRow{static_cast<uint32_t>(TraceRow::kCallers) + number};
+  static std::atomic<uintptr_t> threads = 0;
+  static const ThreadValue number;  // from 1; threads for which there is no memory are number 0
+  if (number.get() == nullptr) (void)number.Set(reinterpret_cast<void*>(++threads));
+  const auto counted = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(number.get()));
+  return TraceRow{static_cast<uint32_t>(TraceRow::kCallers) + counted};
 }
 
 }  // namespace
