@@ -417,17 +417,18 @@ def pickle_both(optimizer, params):
     return pickle.loads(pickle.dumps((optimizer, params)))
 
 
-@pytest.mark.parametrize("name", ["SGD", "Lion", "Signum"])
+@pytest.mark.parametrize("name", ["SGD", "SGD plain", "Lion", "Signum"])
+@pytest.mark.parametrize("options", [{"state_dtype": torch.bfloat16}, {"master_layout": "split24"}])
 @pytest.mark.parametrize(
     "moved", [replace_state, load_own_state, add_a_group, copy_both, pickle_both]
 )
-def test_state_that_others_have_moved_is_not_rounded_with_the_same_bits_again(name, moved):
+def test_state_that_others_have_moved_is_not_rounded_with_the_same_bits_again(name, options, moved):
     """The state_dict of SGD, Lion and Signum has no step count, but the random bits are drawn from the step count."""
     ours, _, arguments = PAIRS[name]
-    params = [Parameter(torch.randn(500)) for _ in range(2)]
+    params = [Parameter(torch.randn(500, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
     others = clone(params)
-    optimizer = ours(params, threads=1, state_dtype=torch.bfloat16, **arguments)
-    undisturbed = ours(others, threads=1, state_dtype=torch.bfloat16, **arguments)
+    optimizer = ours(params, threads=1, **options, **arguments)
+    undisturbed = ours(others, threads=1, **options, **arguments)
     for seed in range(4):
         run(optimizer, params, [seed])
         run(undisturbed, others, [seed])
@@ -435,6 +436,25 @@ def test_state_that_others_have_moved_is_not_rounded_with_the_same_bits_again(na
     run(optimizer, params, [7])
     run(undisturbed, others, [7])
     assert bits(params) == bits(others)
+
+
+@pytest.mark.parametrize("options", [{"state_dtype": torch.bfloat16}, {"master_layout": "split24"}])
+def test_a_state_dict_without_step_counts_has_all_else_and_a_checkpoint_goes_on_with_the_same_bits(options, tmp_path):
+    """The state_dict of Lion has no step count, from which the random bits are drawn, as docs/PYTORCH.md says."""
+    params = [Parameter(torch.randn(500).bfloat16())]
+    optimizer = hybridopt.Lion(params, **options)
+    run(optimizer, params, range(4))
+    optimizer.save_checkpoint(tmp_path / "saved")
+    by_dict, by_checkpoint = clone(params), clone(params)
+    resumed, exact = hybridopt.Lion(by_dict, **options), hybridopt.Lion(by_checkpoint, **options)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    exact.load_checkpoint(tmp_path / "saved")
+    assert bits(map(resumed.master_of, by_dict)) == bits(map(optimizer.master_of, params))
+    assert state_bits(resumed) == state_bits(exact) == state_bits(optimizer)
+    for which, stepped in ((optimizer, params), (resumed, by_dict), (exact, by_checkpoint)):
+        run(which, stepped, [5])
+    assert bits(by_checkpoint) == bits(params) and state_bits(exact) == state_bits(optimizer)
+    assert state_bits(resumed) != state_bits(optimizer)
 
 
 def test_state_without_moments_starts_again_once():

@@ -132,9 +132,9 @@ class Engine:
     # ------------------------------------------------------------------------------ step counts --
 
     def hidden_counts(self, state: dict[Tensor, Any]) -> dict[Tensor, int]:
-        """The step counts of params whose state has no `step` in torch. The random bits that round bf16 moments
-        depend on the count: if the count began again, these bits would repeat. The count is 0 if materialize() has
-        put moments from before the first step into `state`."""
+        """The step counts of params whose state has no `step` in torch. The random bits that round bf16 moments and
+        masters of 24 bits depend on the count: if the count began again, these bits would repeat. The count is 0 if
+        materialize() has put moments from before the first step into `state`."""
         uncounted = self._uncounted()
         if not uncounted:
             return {}
@@ -148,8 +148,8 @@ class Engine:
         }
 
     def _uncounted(self) -> list[Slot]:
-        """The slots with moments whose step count `state` does not have."""
-        return [slot for slot in self.slots if slot.moments and not slot.is_counted]
+        """The slots with moments or a master whose step count `state` does not have."""
+        return [slot for slot in self.slots if slot.kinds and not slot.is_counted]
 
     def hidden_count(self, slot: Slot) -> int:
         """The step count for a param whose moments are loaded without one: the stored count, else that of the
