@@ -444,6 +444,21 @@ def test_overlap_and_skipped_steps_have_the_same_bits(tmp_path):
     assert everything(*pairs[0]) == everything(*pairs[1])
 
 
+@pytest.mark.parametrize("share", [{}, {"disk_fraction": 1.0}])
+def test_an_entry_that_was_deleted_comes_back_with_its_params_next_step_alone(share, tmp_path):
+    params = [nn.Parameter(torch.ones(500)) for _ in range(2)]
+    options = {**share, "disk_paths": str(tmp_path)} if share else {}
+    optimizer = hybridopt.SGD(params, lr=1e-2, momentum=0.9, **options)
+    run(optimizer, params, [0])
+    del optimizer.state[params[0]]
+    params[0].grad = None
+    for seed in (1, 2):
+        run(optimizer, params[1:], [seed])
+        assert set(optimizer.state) == {params[1]}
+    run(optimizer, params, [3])
+    assert set(optimizer.state) == set(params)
+
+
 def test_reports_tell_what_is_on_disk(tmp_path):
     (tmp_path / "a").mkdir()
     optimizer, model = made(tmp_path / "a", 0.5)

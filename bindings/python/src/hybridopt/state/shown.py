@@ -210,9 +210,10 @@ class Shown:
         """Removes the copies of state on disk from `state`, where the next look makes new ones: they would fill the host
         memory that the disk saves. Returns whether there were any."""
         slots = sorted(self._on_disk, key=lambda slot: slot.id)
+        seen = [slot for slot in slots if self.of(slot).entry is not None]  # not those that were deleted
         for slot in slots:
             self._take_from_sight(slot, state)
-        self.note_due(slots)
+        self.note_due(seen)
         return bool(slots)
 
     # --------------------------------------------------------------------------------- counts --
