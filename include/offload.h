@@ -196,9 +196,10 @@ enum offload_rounding {
 };
 
 enum offload_placement {
-  OFFLOAD_PLACE_AUTO = 0,  /* device_fraction decides */
-  OFFLOAD_PLACE_HOST = 1,  /* all state of this param on the host */
-  OFFLOAD_PLACE_DEVICE = 2 /* all state of this param on the device */
+  OFFLOAD_PLACE_AUTO = 0,   /* device_fraction and disk_fraction decide */
+  OFFLOAD_PLACE_HOST = 1,   /* all state of this param on the host */
+  OFFLOAD_PLACE_DEVICE = 2, /* all state of this param on the device */
+  OFFLOAD_PLACE_DISK = 3    /* all state of this param in the files of options.disk_paths */
 };
 
 /* The memories in which state is stored. Counts by tier are arrays with room for tiers of later
@@ -436,7 +437,8 @@ typedef struct offload_optimizer_options {
                                   order. See "State on disk" at commit; 0 = none */
   const char* disk_paths;      /* one or more directories, with ':' between them: one for each
                                   drive. Chunks are spread over them. Required if disk_fraction is
-                                  above 0 */
+                                  above 0 or a param is placed OFFLOAD_PLACE_DISK; NULL = no state
+                                  is on disk */
   uint64_t disk_ring_bytes;    /* host memory through which state on disk goes, at least the state
                                   of 2 chunks; 0 = 256 MiB. The library takes at most what all
                                   chunks could use */
@@ -638,9 +640,10 @@ OFFLOAD_API int32_t offload_optimizer_plan(offload_optimizer_t optimizer, offloa
  * OUT_OF_DEVICE_MEMORY, INVALID_ARGUMENT (pinned_bytes_max is too small; the text has the bytes
  * needed), UNSUPPORTED (more names and shapes than a file of a checkpoint may hold), DEVICE_FAILED;
  * with state on disk also INVALID_ARGUMENT (disk_ring_bytes), IO_FAILED (the text names the
- * directory and the bytes) and UNSUPPORTED (a param is placed OFFLOAD_PLACE_HOST).
+ * directory and the bytes) and UNSUPPORTED (a param is placed OFFLOAD_PLACE_HOST beside a
+ * disk_fraction above 0).
  *
- * State on disk (options.disk_fraction). Commit makes one file in each directory of disk_paths,
+ * State on disk (options.disk_paths). Commit makes one file in each directory of disk_paths,
  * takes its room, and removes its name: when the process ends, in whatever way, the files are gone.
  * They are no checkpoint. A step reads chunks ahead into a ring of disk_ring_bytes, CPU threads
  * update them there, and they are written back meanwhile; all bits are those of state in memory.

@@ -10,11 +10,10 @@ namespace hybridopt {
 Result<std::unique_ptr<Committed>> Committed::Make(Context& context, const ParamTable& table,
                                                    const Comm& comm,
                                                    const offload_optimizer_options_t& options,
-                                                   const std::vector<std::string>& disk_paths,
                                                    StateShape shape, Arrangement decided) {
   auto committed =
       std::make_unique<Committed>(context, table, std::move(shape), std::move(decided));
-  HYBRIDOPT_TRY(committed->TakeMemory(disk_paths));
+  HYBRIDOPT_TRY(committed->TakeMemory(DiskPaths(options.disk_paths)));
   committed->MakeParts(comm, options);
   committed->FillTables();
   return committed;
@@ -38,7 +37,7 @@ Committed::~Committed() {
 
 Status Committed::TakeMemory(const std::vector<std::string>& disk_paths) {
   HYBRIDOPT_ASSIGN(memory, StateMemory::Create(context, shape, residence));
-  if (shape.options.on_disk()) {
+  if (shape.options.on_disk) {
     HYBRIDOPT_ASSIGN(auto disk, DiskMemory::Create(context, shape, chunks, disk_paths));
     memory->UseDisk(std::move(disk));
   }

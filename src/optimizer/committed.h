@@ -39,7 +39,6 @@ struct Committed {
   static Result<std::unique_ptr<Committed>> Make(Context& context, const ParamTable& table,
                                                  const Comm& comm,
                                                  const offload_optimizer_options_t& options,
-                                                 const std::vector<std::string>& disk_paths,
                                                  StateShape shape, Arrangement decided);
   Committed(Context& context, const ParamTable& table, StateShape shape, Arrangement decided);
   ~Committed();

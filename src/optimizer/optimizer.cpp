@@ -17,11 +17,11 @@ namespace {
 
 constexpr uint64_t kDefaultCommTimeoutNs = 600'000'000'000;
 
-// The options without what the caller may free: Comm has a copy of its table, and the optimizer one
-// of the paths.
-offload_optimizer_options_t WithoutPointers(offload_optimizer_options_t options) {
+// The options without what the caller may free: Comm has a copy of its table.
+offload_optimizer_options_t OwnOptions(offload_optimizer_options_t options,
+                                       const std::string& disk_paths) {
   options.comm = nullptr;
-  options.disk_paths = nullptr;
+  if (options.disk_paths != nullptr) options.disk_paths = disk_paths.c_str();
   return options;
 }
 
@@ -44,8 +44,8 @@ Result<std::shared_ptr<Optimizer>> Optimizer::Create(std::shared_ptr<Context> co
 
 Optimizer::Optimizer(std::shared_ptr<Context> context, const offload_optimizer_options_t& options)
     : context_(std::move(context)),
-      options_(WithoutPointers(options)),
-      disk_paths_(DiskPaths(options.disk_paths)),
+      disk_paths_(options.disk_paths != nullptr ? options.disk_paths : ""),
+      options_(OwnOptions(options, disk_paths_)),
       comm_(MakeComm(options)),
       table_(options.algorithm, context_->device()) {
   context_->OptimizerCreated();
@@ -93,6 +93,13 @@ Result<uint32_t> Optimizer::AddParams(std::span<const ParamInput> params) {
   if (committed_ != nullptr)
     return Status::Error(OFFLOAD_INVALID_STATE,
                          "params are fixed at commit; add them before, or make a new optimizer");
+  for (const ParamInput& input : params)
+    if (input.param.placement == OFFLOAD_PLACE_DISK && options_.disk_paths == nullptr)
+      return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                           "param '%.200s' has placement OFFLOAD_PLACE_DISK, but "
+                           "options.disk_paths is NULL; name directories there, or place it "
+                           "OFFLOAD_PLACE_AUTO",
+                           input.param.name != nullptr ? input.param.name : "");
   return table_.AddParams(params);
 }
 
@@ -139,7 +146,7 @@ Result<StateShape> Optimizer::MakeShape() const {
   HYBRIDOPT_TRY(CheckBesideDisk(shape));
   if (options_.save_buffer_bytes != kAutoSaveBuffer) return shape;
   shape.options.save_buffer_bytes = 0;
-  if (shape.options.on_disk()) return shape;  // a step waits for the save
+  if (shape.options.on_disk) return shape;  // a step waits for the save
   HYBRIDOPT_ASSIGN(
       const offload_plan_t plan,
       PlanOf(*context_, table_, shape, Arrange(table_, shape, options_.device_fraction)));
@@ -156,13 +163,14 @@ Result<StateShape> Optimizer::MakeShape() const {
 // end of each region of the host, or nothing of it: between the elements that are on disk and those
 // of a param that is placed on the host would be memory without use.
 Status Optimizer::CheckBesideDisk(const StateShape& shape) const {
-  if (!shape.options.on_disk()) return {};
+  if (shape.options.disk_fraction == 0) return {};
   for (const Param& param : table_.params())
     if (param.placement == OFFLOAD_PLACE_HOST && param.count > 0)
       return Status::Error(OFFLOAD_UNSUPPORTED,
                            "param '%.200s' has placement OFFLOAD_PLACE_HOST, but "
                            "options.disk_fraction is %g; register it as OFFLOAD_PLACE_AUTO, in "
-                           "front of the others if it is to stay in memory",
+                           "front of the others if it is to stay in memory, or leave "
+                           "disk_fraction 0 and place params OFFLOAD_PLACE_DISK",
                            param.name.c_str(), shape.options.disk_fraction);
   return {};
 }
@@ -284,7 +292,7 @@ Status Optimizer::Commit(StreamHandle stream) {
   HYBRIDOPT_TRY(DiskMemory::CheckRing(shape, arrangement.chunks));
   HYBRIDOPT_TRY(CheckRoom(plan));
   HYBRIDOPT_TRY(CheckChunkCount(shape));
-  HYBRIDOPT_ASSIGN(auto committed, Committed::Make(*context_, table_, comm_, options_, disk_paths_,
+  HYBRIDOPT_ASSIGN(auto committed, Committed::Make(*context_, table_, comm_, options_,
                                                    std::move(shape), std::move(arrangement)));
   HYBRIDOPT_TRY(committed->checkpoints->CheckRoom());
   HYBRIDOPT_TRY(committed->pipeline->Start());

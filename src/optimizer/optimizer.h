@@ -154,8 +154,8 @@ class Optimizer {
   Result<uint64_t> SequenceOf(offload_ticket_t ticket) const;
 
   const std::shared_ptr<Context> context_;
-  const offload_optimizer_options_t options_;  // without pointers
-  const std::vector<std::string> disk_paths_;
+  const std::string disk_paths_;               // what options_.disk_paths points to
+  const offload_optimizer_options_t options_;  // without comm
   Comm comm_;
   ParamTable table_;
   std::vector<offload_binding_t> bindings_;  // of the running offload_optimizer_bind

@@ -30,10 +30,10 @@ Result<offload_ticket_t> Optimizer::SetDeviceFraction(double device_fraction) {
   HYBRIDOPT_TRY(CheckDeviceFraction(device_fraction, "device_fraction"));
   if (committed.memory->disk() != nullptr)
     return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "device_fraction is %g, but options.disk_fraction is %g, and where state "
-                         "is does not change while some of it is on disk; save, make an optimizer "
-                         "with other fractions and load",
-                         device_fraction, committed.shape.options.disk_fraction);
+                         "device_fraction is %g, but disk_fraction is %g, with options.disk_paths "
+                         "'%.200s', and where state is does not change while some of it is on "
+                         "disk; save, make an optimizer with other fractions and load",
+                         device_fraction, options_.disk_fraction, options_.disk_paths);
   Arrangement wanted = Arrange(table_, committed.shape, device_fraction);
   HYBRIDOPT_ASSIGN(const offload_plan_t plan, FitRing(committed.shape, wanted));
   HYBRIDOPT_TRY(CheckStateMayStream(committed.shape, wanted));

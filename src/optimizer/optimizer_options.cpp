@@ -170,6 +170,10 @@ Status CheckEarlyUpdates(const offload_optimizer_options_t& options, const Devic
   return {};
 }
 
+bool IsOnDisk(const offload_optimizer_options_t& options) {
+  return !DiskPaths(options.disk_paths).empty();
+}
+
 Status CheckDiskFraction(const offload_optimizer_options_t& options) {
   const double fraction = options.disk_fraction;
   if (!(fraction >= 0 && fraction <= 1))  // written so that NaN fails
@@ -182,46 +186,47 @@ Status CheckDiskFraction(const offload_optimizer_options_t& options) {
                          "options.device_fraction is %g and disk_fraction is %g, expected at most "
                          "1 together; lower one of them",
                          options.device_fraction, fraction);
-  if (fraction > 0 && DiskPaths(options.disk_paths).empty())
+  if (options.disk_paths != nullptr && !IsOnDisk(options))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.disk_fraction is %g, but disk_paths names no directory; name "
-                         "one, or several with ':' between them",
-                         fraction);
-  if (fraction == 0 && options.disk_paths != nullptr)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.disk_paths is '%.300s', but disk_fraction is 0, so that no state "
-                         "is on disk; set it, or leave disk_paths NULL",
+                         "options.disk_paths is '%.300s', which names no directory; name one, or "
+                         "several with ':' between them, or leave it NULL",
                          options.disk_paths);
-  if (fraction == 0 && options.disk_ring_bytes != 0)
+  if (fraction > 0 && !IsOnDisk(options))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.disk_ring_bytes is %llu, but disk_fraction is 0, so that no "
-                         "state is on disk; set it, or leave disk_ring_bytes 0",
+                         "options.disk_fraction is %g, but disk_paths is NULL; name a directory "
+                         "there, or several with ':' between them",
+                         fraction);
+  if (options.disk_ring_bytes != 0 && !IsOnDisk(options))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "options.disk_ring_bytes is %llu, but disk_paths is NULL, so that no "
+                         "state is on disk; name a directory there, or leave disk_ring_bytes 0",
                          static_cast<unsigned long long>(options.disk_ring_bytes));
   return {};
 }
 
 // What state on disk does not go together with.
 Status CheckBesideDisk(const offload_optimizer_options_t& options) {
-  if (options.disk_fraction == 0) return {};
+  if (!IsOnDisk(options)) return {};
   if (options.host_executors == OFFLOAD_EXECUTORS_STREAMED || options.stream_ring_bytes != 0)
     return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "options.disk_fraction is %g, but host_executors is %d and "
+                         "options.disk_paths is '%.200s', but host_executors is %d and "
                          "stream_ring_bytes is %llu: state on disk does not stream through the "
                          "device; use OFFLOAD_EXECUTORS_AUTO and 0, or no state on disk",
-                         options.disk_fraction, options.host_executors,
+                         options.disk_paths, options.host_executors,
                          static_cast<unsigned long long>(options.stream_ring_bytes));
   if (options.early_update_bytes != 0)
     return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "options.disk_fraction is %g, but early_update_bytes is %llu: state on "
-                         "disk is not updated before its step; leave it 0, or put no state on disk",
-                         options.disk_fraction,
+                         "options.disk_paths is '%.200s', but early_update_bytes is %llu: state "
+                         "on disk is not updated before its step; leave it 0, or put no state on "
+                         "disk",
+                         options.disk_paths,
                          static_cast<unsigned long long>(options.early_update_bytes));
   if (options.save_buffer_bytes != 0 && options.save_buffer_bytes != UINT64_MAX)
     return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "options.disk_fraction is %g, but save_buffer_bytes is %llu: with state "
-                         "on disk a step waits until a save has read all state; leave it 0, or put "
-                         "no state on disk",
-                         options.disk_fraction,
+                         "options.disk_paths is '%.200s', but save_buffer_bytes is %llu: with "
+                         "state on disk a step waits until a save has read all state; leave it 0, "
+                         "or put no state on disk",
+                         options.disk_paths,
                          static_cast<unsigned long long>(options.save_buffer_bytes));
   return {};
 }
@@ -294,12 +299,12 @@ Status CheckNoCpuUpdates(const offload_optimizer_options_t& options, const Devic
                          "a step; leave it 0",
                          static_cast<unsigned long long>(options.early_update_bytes),
                          device.name());
-  if (options.disk_fraction > 0)
+  if (IsOnDisk(options))
     return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "options.disk_fraction is %g, but the optimizer has matrices of "
+                         "options.disk_paths is '%.200s', but the optimizer has matrices of "
                          "OFFLOAD_MUON, which only %s updates, and only CPU threads update state "
-                         "on disk; leave it 0",
-                         options.disk_fraction, device.name());
+                         "on disk; leave it NULL",
+                         options.disk_paths, device.name());
   return {};
 }
 
@@ -318,13 +323,14 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
   shape.chunk_elements =
       options.chunk_elements != 0 ? options.chunk_elements : device.default_chunk_elements();
   shape.cpu_updates = options.host_executors != OFFLOAD_EXECUTORS_STREAMED;
-  shape.streams_state = !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU &&
-                        options.disk_fraction == 0;
+  shape.streams_state =
+      !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU && !IsOnDisk(options);
   if (shape.streams_state) shape.pin_piece_bytes = device.pin_piece_bytes();
   shape.stream_ring_bytes = options.stream_ring_bytes;
   shape.early_bytes = options.early_update_bytes;
   shape.tracks_changes = options.track_changes != 0;
   shape.save_buffer_bytes = options.save_buffer_bytes;
+  shape.on_disk = IsOnDisk(options);
   shape.disk_fraction = options.disk_fraction;
   shape.disk_ring_bytes =
       options.disk_ring_bytes != 0 ? options.disk_ring_bytes : DiskMemory::kDefaultRingBytes;

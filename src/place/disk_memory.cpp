@@ -76,7 +76,7 @@ DiskMemory::AreaBegins DiskMemory::AreaBeginsOf(const StateShape& shape, const C
 
 DiskMemory::Sizes DiskMemory::SizesOf(const StateShape& shape, const ChunkTable& chunks) {
   Sizes sizes;
-  if (!shape.options.on_disk()) return sizes;
+  if (!shape.options.on_disk) return sizes;
   sizes.record_bytes = AreaBeginsOf(shape, chunks).back();
   for (const Chunk& chunk : chunks.chunks) {
     if (!IsOnDisk(chunks, chunk)) continue;

@@ -237,10 +237,10 @@ Status ParamTable::CheckParam(const offload_param_t& param) const {
                          "dtype is %d and grad_dtype is %d, expected OFFLOAD_FP32 (1), "
                          "OFFLOAD_BF16 (2) or OFFLOAD_FP16 (3)",
                          param.dtype, param.grad_dtype);
-  if (param.placement < OFFLOAD_PLACE_AUTO || param.placement > OFFLOAD_PLACE_DEVICE)
+  if (param.placement < OFFLOAD_PLACE_AUTO || param.placement > OFFLOAD_PLACE_DISK)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "placement is %d, expected OFFLOAD_PLACE_AUTO (0), _HOST (1) or "
-                         "_DEVICE (2)",
+                         "placement is %d, expected OFFLOAD_PLACE_AUTO (0), _HOST (1), _DEVICE (2) "
+                         "or _DISK (3)",
                          param.placement);
   if ((param.flags & ~uint32_t{OFFLOAD_PARAM_REPLICA}) != 0)
     return Status::Error(OFFLOAD_UNSUPPORTED, "flags is 0x%x, known is 0x%x", param.flags,

@@ -12,6 +12,12 @@ uint64_t AutomaticElements(const ParamTable& table) {
   return elements;
 }
 
+// The tier of a param that is placed in one.
+Tier TierOfPlacement(int32_t placement, bool unified) {
+  if (placement == OFFLOAD_PLACE_DISK) return Tier::kDisk;
+  return placement == OFFLOAD_PLACE_DEVICE && !unified ? Tier::kDevice : Tier::kHost;
+}
+
 // How many elements each tier gets.
 ByTier<uint64_t> Shares(uint64_t elements, const ByTier<double>& fractions) {
   ByTier<uint64_t> shares;
@@ -56,8 +62,7 @@ Residence::Residence(const ParamTable& table, const StateShape& shape,
   for (uint32_t id = 0; id < table.size(); ++id) {
     const Param& param = table.param(id);
     ByTier<uint64_t> whole;  // for a param that one tier holds
-    const bool on_device = param.placement == OFFLOAD_PLACE_DEVICE && !shape.options.unified;
-    whole[on_device ? Tier::kDevice : Tier::kHost] = param.count;
+    whole[TierOfPlacement(param.placement, shape.options.unified)] = param.count;
     const bool shared = param.placement == OFFLOAD_PLACE_AUTO;
     ends_.push_back(Take(param.count, shape.params[id].unit, shared ? shares : whole));
   }

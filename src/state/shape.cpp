@@ -30,8 +30,16 @@ std::vector<uint32_t> Ids(const ParamTable& table) {
 }
 
 uint32_t PlaceInRegion(const Param& param) {
-  if (param.placement == OFFLOAD_PLACE_DEVICE) return 0;
-  return param.placement == OFFLOAD_PLACE_AUTO ? 1 : 2;
+  switch (param.placement) {
+    case OFFLOAD_PLACE_DEVICE:
+      return 0;
+    case OFFLOAD_PLACE_AUTO:
+      return 1;
+    case OFFLOAD_PLACE_HOST:
+      return 2;
+    default:
+      return 3;
+  }
 }
 
 void ChooseOrders(const ParamTable& table, StateShape& shape) {

@@ -60,12 +60,12 @@ struct ShapeOptions {
   bool tracks_changes = false;     // steps note which elements of params they change
   uint64_t save_buffer_bytes = 0;  // for state that a step puts aside while a save has to read it
   uint64_t pin_piece_bytes = UINT64_MAX;  // see Device::pin_piece_bytes
+  bool on_disk = false;                   // some state may be on disk
   double disk_fraction = 0;               // of the elements that are placed automatically
   uint64_t disk_ring_bytes = 0;           // of host memory for the state of the disk that is in use
 
-  bool on_disk() const { return disk_fraction > 0; }
   // Whether all chunks are in host memory and nothing of them is staged, so that they are one.
-  bool one_chunk() const { return unified && !on_disk(); }
+  bool one_chunk() const { return unified && !on_disk; }
 };
 
 // The smallest ranges of a param that may be cut. Units are counted in the whole tensor: the first

@@ -15,9 +15,10 @@ namespace {
 std::vector<ParamSpec> Params(Random& random) {
   std::vector<ParamSpec> params;
   for (uint64_t count : {3000, 1, 1027, 0, 5000, 640, 2048, 77}) {
-    const bool on_device = random.OneIn(8);
-    params.push_back({kDtypes[random.Below(3)], kDtypes[random.Below(3)],
-                      on_device ? OFFLOAD_PLACE_DEVICE : OFFLOAD_PLACE_AUTO, 0, count});
+    const int32_t placement = random.OneIn(8)   ? OFFLOAD_PLACE_DEVICE
+                              : random.OneIn(4) ? OFFLOAD_PLACE_DISK
+                                                : OFFLOAD_PLACE_AUTO;
+    params.push_back({kDtypes[random.Below(3)], kDtypes[random.Below(3)], placement, 0, count});
   }
   return params;
 }
@@ -42,7 +43,7 @@ LifecycleSetting SettingOf(uint64_t seed, int32_t device, const std::string& pat
   setting.seed = seed;
   setting.delay_ns_max = random.OneIn(2) ? 0 : 20'000;
   OptimizerSetting& optimizer = setting.optimizer;
-  optimizer.disk_fraction = random.OneIn(3) ? 1 : random.Unit();
+  optimizer.disk_fraction = random.OneIn(6) ? 0 : random.OneIn(3) ? 1 : random.Unit();
   optimizer.device_fraction = random.OneIn(2) ? 0 : random.Unit() * (1 - optimizer.disk_fraction);
   optimizer.disk_paths = paths;
   optimizer.chunk_elements = 1024 + 512 * random.Below(4);
@@ -228,6 +229,34 @@ TEST(Disk, PlansAndStatsTellWhatIsWhereAndWhatAStepMoves) {
     const offload_stats_t loaded = rig.Stats();
     EXPECT_EQ(loaded.disk_written_bytes, saved.disk_written_bytes + plan.disk_step_bytes);
     EXPECT_EQ(rig.Difference(solved.trace[1]), "");
+  }
+}
+
+// Without a share of the others a placed param is on disk beside params that are placed elsewhere.
+TEST(Disk, AParamThatIsPlacedThereIsOnDiskAloneAndWhole) {
+  for (int32_t device : DevicesUnderTest()) {
+    const TemporaryDirectory directory;
+    const auto placed = [](int32_t placement) {
+      return ParamSpec{OFFLOAD_BF16, OFFLOAD_BF16, placement, 0, 10'000};
+    };
+    const Solved solved(RandomProblem(
+        OFFLOAD_ADAMW,
+        {placed(OFFLOAD_PLACE_DISK), placed(OFFLOAD_PLACE_HOST), placed(OFFLOAD_PLACE_AUTO),
+         placed(OFFLOAD_PLACE_DISK), placed(OFFLOAD_PLACE_DEVICE)},
+        3, 7));
+    LifecycleSetting setting;
+    setting.device_kind = device;
+    setting.optimizer.chunk_elements = 4096;
+    setting.optimizer.disk_paths = directory.path();
+    LifecycleRig rig(solved.problem, setting);
+    const offload_plan_t plan = rig.Plan();
+    EXPECT_EQ(plan.elements[OFFLOAD_TIER_DISK], 20'000u);
+    EXPECT_EQ(rig.Stats().state_bytes[OFFLOAD_TIER_DISK], 20'000u * 12);
+    EXPECT_EQ(rig.Stats().host_bytes, plan.host_bytes);
+    for (size_t step = 0; step < solved.problem.steps.size(); ++step) {
+      (void)rig.StepOnce(solved.problem.steps[step]);
+      EXPECT_EQ(rig.Difference(solved.trace[step + 1]), "");
+    }
   }
 }
 

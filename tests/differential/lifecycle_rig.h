@@ -404,7 +404,8 @@ class LifecycleRig {
     options.early_update_bytes = setting_.optimizer.early_update_bytes;
     options.save_buffer_bytes = setting_.optimizer.save_buffer_bytes;
     options.disk_fraction = setting_.optimizer.disk_fraction;
-    if (options.disk_fraction > 0) options.disk_paths = setting_.optimizer.disk_paths.c_str();
+    if (!setting_.optimizer.disk_paths.empty())
+      options.disk_paths = setting_.optimizer.disk_paths.c_str();
     options.disk_ring_bytes = setting_.optimizer.disk_ring_bytes;
     options.movable = setting_.movable;
     options.comm = setting_.comm;

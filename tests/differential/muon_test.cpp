@@ -785,7 +785,7 @@ TEST(Muon, WhereOnlyTheDeviceUpdatesCpuThreadsAreRefused) {
   setting.disk_fraction = 0.5;
   setting.disk_paths = "/tmp";
   expect_refused(setting, OFFLOAD_UNSUPPORTED,
-                 {"options.disk_fraction is 0.5", "OFFLOAD_MUON", "leave it 0"});
+                 {"options.disk_paths is '/tmp'", "OFFLOAD_MUON", "leave it NULL"});
   setting = WithOtherBits();
   setting.stream_ring_bytes = 4096;
   expect_refused(setting, OFFLOAD_INVALID_ARGUMENT, {"options.stream_ring_bytes is 4096"});

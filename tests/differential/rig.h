@@ -175,7 +175,7 @@ class Rig {
     options.early_update_bytes = setting.early_update_bytes;
     options.save_buffer_bytes = setting.save_buffer_bytes;
     options.disk_fraction = setting.disk_fraction;
-    if (options.disk_fraction > 0) options.disk_paths = setting.disk_paths.c_str();
+    if (!setting.disk_paths.empty()) options.disk_paths = setting.disk_paths.c_str();
     options.disk_ring_bytes = setting.disk_ring_bytes;
     options.comm = rank.comm;
     options.comm_timeout_ns = rank.comm_timeout_ns;

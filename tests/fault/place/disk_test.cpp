@@ -74,8 +74,8 @@ struct Unready {  // an optimizer that has not been committed
     param.count = values.size();
     param.dtype = param.grad_dtype = OFFLOAD_FP32;
     param.placement = placement;
-    MUST(offload_optimizer_add_params(optimizer, &param, 1, nullptr));
-    status = offload_optimizer_commit(optimizer, nullptr);
+    status = offload_optimizer_add_params(optimizer, &param, 1, nullptr);
+    if (status == OFFLOAD_OK) status = offload_optimizer_commit(optimizer, nullptr);
   }
   ~Unready() {
     if (optimizer != nullptr) MUST(offload_optimizer_destroy(optimizer));
@@ -139,23 +139,29 @@ TEST(Disk, WhatDoesNotGoTogetherIsRefusedWithTheWayOut) {
       {[](Options& o) { o.device_fraction = 0.75; }, OFFLOAD_INVALID_ARGUMENT,
        "device_fraction is 0.75 and disk_fraction is 0.5, expected at most 1 together"},
       {[](Options& o) { o.disk_paths = nullptr; }, OFFLOAD_INVALID_ARGUMENT,
-       "disk_paths names no directory"},
+       "disk_fraction is 0.5, but disk_paths is NULL; name a directory there"},
       {[](Options& o) { o.disk_paths = "::"; }, OFFLOAD_INVALID_ARGUMENT,
-       "disk_paths names no directory"},
-      {[](Options& o) { o.disk_fraction = 0; }, OFFLOAD_INVALID_ARGUMENT,
-       "but disk_fraction is 0, so that no state is on disk; set it, or leave disk_paths NULL"},
+       "disk_paths is '::', which names no directory"},
       {[](Options& o) {
          o.disk_fraction = 0;
          o.disk_paths = nullptr;
          o.disk_ring_bytes = 1 << 20;
        },
-       OFFLOAD_INVALID_ARGUMENT, "set it, or leave disk_ring_bytes 0"},
+       OFFLOAD_INVALID_ARGUMENT, "name a directory there, or leave disk_ring_bytes 0"},
       {[](Options& o) { o.disk_ring_bytes = 50'000; }, OFFLOAD_INVALID_ARGUMENT,
        "disk_ring_bytes is 50000, expected at least"},
       {[](Options& o) { o.save_buffer_bytes = 1 << 20; }, OFFLOAD_UNSUPPORTED,
        "but save_buffer_bytes is 1048576"},
       {[](Options&) {}, OFFLOAD_UNSUPPORTED, "register it as OFFLOAD_PLACE_AUTO",
        OFFLOAD_PLACE_HOST},
+      {[](Options& o) {
+         o.disk_fraction = 0;
+         o.disk_paths = nullptr;
+       },
+       OFFLOAD_INVALID_ARGUMENT,
+       "param 'weights' has placement OFFLOAD_PLACE_DISK, but options.disk_paths is NULL; name "
+       "directories there",
+       OFFLOAD_PLACE_DISK},
   };
   for (const Case& one : cases) {
     Options options = OnDisk(directory.path().c_str());

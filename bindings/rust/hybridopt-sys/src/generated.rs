@@ -48,6 +48,7 @@ pub const OFFLOAD_ROUND_NEAREST: i32 = 1;
 pub const OFFLOAD_PLACE_AUTO: i32 = 0;
 pub const OFFLOAD_PLACE_HOST: i32 = 1;
 pub const OFFLOAD_PLACE_DEVICE: i32 = 2;
+pub const OFFLOAD_PLACE_DISK: i32 = 3;
 
 pub const OFFLOAD_TIER_DEVICE: i32 = 0;
 pub const OFFLOAD_TIER_HOST: i32 = 1;

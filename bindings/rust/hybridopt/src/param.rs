@@ -19,13 +19,15 @@ pub struct ParamId(pub(crate) u32);
 /// Where the state of one param is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Placement {
-    /// `device_fraction` decides.
+    /// `device_fraction` and the fraction of `OptimizerBuilder::disk` decide.
     #[default]
     Auto,
     /// All on the host.
     Host,
     /// All on the device.
     Device,
+    /// All on disk, in the directories of `OptimizerBuilder::disk`.
+    Disk,
 }
 
 impl Placement {
@@ -34,6 +36,7 @@ impl Placement {
             Placement::Auto => sys::OFFLOAD_PLACE_AUTO,
             Placement::Host => sys::OFFLOAD_PLACE_HOST,
             Placement::Device => sys::OFFLOAD_PLACE_DEVICE,
+            Placement::Disk => sys::OFFLOAD_PLACE_DISK,
         }
     }
 }

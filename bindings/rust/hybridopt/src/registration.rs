@@ -163,7 +163,8 @@ impl<'a> OptimizerBuilder<'a> {
     }
 
     /// Share of the elements whose state lives on disk, in [0, 1], in files without a name in these
-    /// directories, one on each drive; none by default. The last params that are registered.
+    /// directories, one on each drive; none by default. The last params that are registered, beside
+    /// those of `Placement::Disk`.
     pub fn disk<P: Into<PathBuf>>(
         mut self,
         fraction: f64,

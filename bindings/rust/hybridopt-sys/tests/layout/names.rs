@@ -443,6 +443,7 @@ pub fn table() -> Table {
         OFFLOAD_PLACE_AUTO,
         OFFLOAD_PLACE_HOST,
         OFFLOAD_PLACE_DEVICE,
+        OFFLOAD_PLACE_DISK,
     );
     values!(table,
         OFFLOAD_TIER_DEVICE,
