@@ -113,7 +113,9 @@ fn state_on_disk_has_the_same_bits() -> Result<()> {
     let norm = step(&mut optimizer, weight, bias, 3)?;
     let (plan, stats) = (optimizer.plan()?, optimizer.stats()?);
     assert!(plan.elements.disk > 0 && stats.state_bytes.disk > 0);
-    assert_eq!(stats.disk_read_bytes, 3 * plan.disk_step_bytes);
+    // Threads may have read a part of what a fourth step needs.
+    assert!(stats.disk_read_bytes >= 3 * plan.disk_step_bytes);
+    assert!(stats.disk_read_bytes <= 3 * plan.disk_step_bytes + plan.host_disk_bytes);
     assert!(drives.iter().all(|drive| fs::read_dir(drive).unwrap().next().is_none()));
     let view = optimizer.state(weight, StateKind::ExpAvg)?;
     let (in_memory, on_disk) = (view.len(), view.disk_len());

@@ -149,6 +149,11 @@ fn registering_shards() {
         Code::InvalidArgument,
         &["range"],
     );
+    assert_error(
+        adding.add_param(Param::new("x", group, buffer(4)).placement(Placement::Disk)),
+        Code::InvalidArgument,
+        &["param 'x' has placement OFFLOAD_PLACE_DISK", "disk_paths is NULL"],
+    );
     adding
         .add_param(
             Param::new("x", group, buffer(4))
