@@ -140,3 +140,14 @@ def test_the_gate_of_few_bytes_is_the_one_in_its_head(tmp_path):
     gate = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if "betas" in line]
     assert [cells[0] for cells in gate] == list(forms)
     assert [cells[2:4] for cells in gate] == [["PASS", ""], ["FAIL", "text, scales"], ["FAIL", "outliers"]]
+
+
+def test_steps_of_muon_on_the_cpu_are_measured():
+    command = [sys.executable, BENCH / "muon_cpu.py", "--shapes", "16x8", "8x16", "--rounds", "1", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    results = json.loads(ended.stdout)["results"]
+    assert list(results) == ["16x8", "8x16"]
+    for result in results.values():
+        assert {"hybridopt", "torch, products of fp32"} <= set(result)
+        assert all(row["seconds"] > 0 and row["cpu_seconds"] > 0 for row in result.values())
