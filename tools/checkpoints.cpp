@@ -86,6 +86,12 @@ Result<Reader> OpenCheckpoint(const std::string& directory) {
   Result<Reader> reader = Reader::Open(hybridopt::system::SystemFiles(), directory);
   if (reader.ok()) return reader;
   const Result<std::string> newest = NewestIn(directory, false);
+  if (!newest.ok() && access((directory + "/manifest.json").c_str(), F_OK) != 0 &&
+      access(directory.c_str(), F_OK) == 0)
+    return Status::Error(reader.status().code(),
+                         "'%.500s' is no checkpoint, as it has no manifest.json; give the "
+                         "directory of a checkpoint, or one that holds checkpoints",
+                         directory.c_str());
   if (!newest.ok()) return reader;
   return Status::Error(reader.status().code(),
                        "'%.500s' is no checkpoint, but holds some: the newest is '%.500s', and "

@@ -3,6 +3,7 @@
 // checkpoint is damaged or does not hold what was asked for, the training does not fit), 2 wrong
 // usage, 3 could not be done.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <functional>
@@ -73,9 +74,9 @@ CLI::App* AddCommand(CLI::App& app, Request& request, const char* name, const ch
 
 // Adds an option that is a number of bytes.
 CLI::Option* AddSize(CLI::App* command, const char* name, uint64_t& bytes, const char* text) {
-  return command->add_option(name, bytes, text)
-      ->transform(CLI::AsSizeValue(true))
-      ->type_name("SIZE");
+  CLI::AsSizeValue size(true);
+  size.description("");  // else --help has all units
+  return command->add_option(name, bytes, text)->transform(size)->type_name("SIZE");
 }
 
 void AddDoctor(CLI::App& app, Request& request) {
@@ -89,8 +90,8 @@ void AddDoctor(CLI::App& app, Request& request) {
                    "else the GPU where there is one; sim shows only that it works")
       ->check(CLI::IsMember({"cuda", "sim", "none"}));
   AddSize(doctor, "--memory", options->memory_bytes,
-          "the most to take; else an eighth of what is available, at most 4 GiB, and half of what "
-          "is available to see how much can be pinned");
+          "the most to take; else an eighth of what is available, at most 4 GiB,\n"
+          "and half of what is available to see how much can be pinned");
 }
 
 void AddBench(CLI::App& app, Request& request) {
@@ -148,10 +149,9 @@ void AddPlan(CLI::App& app, Request& request) {
       app, request, "plan",
       "tells what a model's optimizer state takes, what fits, and the line of Python to paste",
       [options] { return Plan(*options); });
-  plan->add_option(
-          "MODEL", options->model,
-          "a number of parameters (7e9, 7B), a well-known model (qwen3-8b), a config.json, "
-          "safetensors, or a directory of these")
+  plan->add_option("MODEL", options->model,
+                   "a number of parameters (7e9, 7B), a well-known model (qwen3-8b),\n"
+                   "a config.json, safetensors, or a directory of these")
       ->required();
   plan->add_option("--algorithm", options->algorithm, "as in adamw, sgd, lion")
       ->capture_default_str();
@@ -160,7 +160,7 @@ void AddPlan(CLI::App& app, Request& request) {
       ->capture_default_str();
   CLI::Option* const offloaded = plan->add_option(
       "--offload-fraction", options->offload_fraction,
-      "of the state, on the host; without it the plan has 1 and the table the least that fits");
+      "of the state, on the host; without it the plan has 1\nand the table the least that fits");
   plan->add_option("--device-fraction", options->device_fraction,
                    "what C and Rust call the same choice: 1 less the offload fraction")
       ->excludes(offloaded);
@@ -169,7 +169,7 @@ void AddPlan(CLI::App& app, Request& request) {
   plan->add_option("--master-layout", options->master_layout,
                    "of bf16 params, as in fp32 or split");
   plan->add_flag("--hook-gradients", options->hook_gradients,
-                 "gradients leave during the backward pass, which takes room on the host");
+                 "gradients leave during the backward pass,\nwhich takes room on the host");
   const auto add_size = [plan](const char* name, uint64_t& bytes, const char* text) {
     AddSize(plan, name, bytes, text);
   };
@@ -179,13 +179,12 @@ void AddPlan(CLI::App& app, Request& request) {
            "that wait for the backward pass, as 60GiB: counted on the device");
   add_size("--stash", options->stash_bytes, "budget of an activation stash, on the host");
   plan->add_option("--gpus", options->gpus,
-                   "ranks of one host that share params, gradients and state, as FSDP2 does")
+                   "ranks of one host that share params, gradients and state,\nas FSDP2 does")
       ->check(CLI::Range(1, 1024))
       ->capture_default_str();
-  plan->add_option(
-      "--machine", options->machine,
-      "what hybridopt doctor --json printed on the machine, for its memory and the time "
-      "of a step");
+  plan->add_option("--machine", options->machine,
+                   "what hybridopt doctor --json printed on the machine,\n"
+                   "for its memory and the time of a step");
   add_size("--host-memory", options->host_memory_bytes,
            "of another machine; else what is available here");
   add_size("--device-memory", options->device_memory_bytes,
@@ -247,6 +246,14 @@ void AddCheckpointCommands(CLI::App& app, Request& request) {
       ->capture_default_str();
 }
 
+// "'pla': no such command; did you mean 'plan'?"
+std::string NoSuch(const char* what, const std::string& word,
+                   const std::vector<std::string>& words) {
+  const std::string nearest = NearestWord(word, words);
+  return "'" + hybridopt::Printable(word) + "': no such " + what +
+         (nearest.empty() ? "" : "; did you mean '" + nearest + "'?");
+}
+
 // Empty if the word is a command; else an error text that names the most similar command.
 std::string UnknownCommand(const CLI::App& app, const std::string& word) {
   std::vector<std::string> commands;
@@ -254,9 +261,45 @@ std::string UnknownCommand(const CLI::App& app, const std::string& word) {
     if (word == command->get_name()) return "";
     commands.push_back(command->get_name());
   }
-  const std::string nearest = NearestWord(word, commands);
-  return "'" + hybridopt::Printable(word) + "': no such command" +
-         (nearest.empty() ? "" : "; did you mean '" + nearest + "'?");
+  return NoSuch("command", word, commands);
+}
+
+// An error text about a word that the command does not know.
+std::string UnknownWord(const CLI::App& command, const std::string& word) {
+  if (word.empty() || word[0] != '-')
+    return "'" + hybridopt::Printable(word) + "' was not expected: no more words belong here";
+  std::vector<std::string> options;
+  for (const CLI::Option* option : command.get_options())
+    for (const std::string& name : option->get_lnames()) options.push_back("--" + name);
+  return NoSuch("option", word.substr(0, word.find('=')), options);
+}
+
+// Writes what is wrong and where the options are. `command` is "hybridopt" alone, or with a
+// command's name.
+int Refuse(const std::string& command, const std::string& text) {
+  std::cerr << command << ": " << text << "\nRun '" << command
+            << " --help' for more information.\n";
+  return kUsage;
+}
+
+bool IsIn(const std::vector<std::string>& words, const std::string& word) {
+  return word != "--" && std::find(words.begin(), words.end(), word) != words.end();
+}
+
+// Also --help and --version come here.
+int WrongUsage(const CLI::App& app, const CLI::ParseError& error,
+               const std::vector<std::string>& words) {
+  if (error.get_exit_code() == 0) return app.exit(error);
+  const std::vector<CLI::App*> commands = app.get_subcommands();
+  const CLI::App& command = commands.empty() ? app : *commands[0];
+  const std::string name = commands.empty() ? "hybridopt" : "hybridopt " + command.get_name();
+  if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::ExtrasError))
+    for (const std::string& word : words) {  // in this order, which CLI11's list does not have
+      if (IsIn(app.remaining(), word)) return Refuse("hybridopt", UnknownWord(app, word));
+      if (IsIn(command.remaining(), word)) return Refuse(name, UnknownWord(command, word));
+    }
+  return Refuse(name, commands.empty() ? "a command is required, such as 'hybridopt plan 8B'"
+                                       : hybridopt::Printable(error.what()));
 }
 
 int Main(int argc, char** argv) {
@@ -265,9 +308,6 @@ int Main(int argc, char** argv) {
       "hybridopt");
   app.set_version_flag("--version", "hybridopt " HYBRIDOPT_VERSION);
   app.require_subcommand(1);
-  app.failure_message([](const CLI::App*, const CLI::Error& error) {
-    return hybridopt::Printable(error.what()) + "\nRun with --help for more information.\n";
-  });
   Request request;
   AddCommand(app, request, "info", "tells of this library, this machine and its GPU", Info);
   AddDoctor(app, request);
@@ -277,14 +317,11 @@ int Main(int argc, char** argv) {
   AddCheckpointCommands(app, request);
   const std::string wrong =
       argc > 1 && argv[1][0] != '-' ? UnknownCommand(app, argv[1]) : std::string();
-  if (!wrong.empty()) {
-    std::cerr << "hybridopt: " << wrong << "\nRun with --help for more information.\n";
-    return kUsage;
-  }
+  if (!wrong.empty()) return Refuse("hybridopt", wrong);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : kUsage;
+    return WrongUsage(app, error, {argv + 1, argv + argc});
   }
   return Tell(request.run(), request.json);
 }

@@ -266,6 +266,9 @@ def test_inspect_as_json_tells_what_the_manifest_says(directory):
 
 
 def test_inspect_of_what_is_no_good_checkpoint(sample, tmp_path):
+    (tmp_path / "empty").mkdir()
+    told = f"'{tmp_path}/empty' is no checkpoint, as it has no manifest.json; give the directory of a checkpoint"
+    assert refuse(FAILED, told, "inspect", tmp_path / "empty") == "IO_FAILED"
     missing = f"could not open '{tmp_path}/none/manifest.json': No such file or directory"
     assert refuse(FAILED, missing, "inspect", tmp_path / "none") == "IO_FAILED"
     other = tmp_path / "other"
@@ -741,6 +744,36 @@ def test_a_wrong_word_is_named(word, text):
     result = tool(word, "7B")
     assert result.returncode == USAGE and result.stdout == ""
     assert result.stderr.startswith(f"hybridopt: {text}")
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ([], "hybridopt: a command is required, such as 'hybridopt plan 8B'"),
+        (["--jsn"], "hybridopt: a command is required, such as 'hybridopt plan 8B'"),
+        (["trace"], "hybridopt trace: FILE is required"),
+        (["trace", "--read"], "hybridopt trace: FILE is required"),
+        (["plan"], "hybridopt plan: MODEL is required"),
+        (["doctor", "--jsn"], "hybridopt doctor: '--jsn': no such option; did you mean '--json'?"),
+        (["bench", "--second", "1", "x"], "hybridopt bench: '--second': no such option; did you mean '--seconds'?"),
+        (["bench", "--second=1"], "hybridopt bench: '--second': no such option; did you mean '--seconds'?"),
+        (["info", "more", "words"], "hybridopt info: 'more' was not expected: no more words belong here"),
+        (["info", "--\x1b[2J"], "hybridopt info: '--\\x1b[2J': no such option"),
+        (["--json", "info"], "hybridopt: '--json': no such option"),
+    ],
+)
+def test_wrong_usage_names_the_command_and_the_word(arguments, text):
+    result = tool(*arguments)
+    name = text.split(":")[0]
+    assert (result.returncode, result.stdout) == (USAGE, "")
+    assert result.stderr == f"{text}\nRun '{name} --help' for more information.\n"
+
+
+def test_help_fits_into_100_columns():
+    for command in ("info", "doctor", "bench", "trace", "plan", "list", "newest", "inspect", "verify", "reshard", "export"):
+        text = succeed(command, "--help")
+        assert [line for line in text.splitlines() if len(line) > 100] == []
+    assert "--host-memory SIZE" in succeed("plan", "--help")
 
 
 def test_info_tells_of_the_library_and_the_machine():
