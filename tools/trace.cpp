@@ -156,7 +156,8 @@ Result<Report> Trace(const TraceOptions& options) {
   if (!options.read) {
     HYBRIDOPT_ASSIGN(const Recording recording, Prepare(options));
     HYBRIDOPT_TRY(Record(recording, options.steps, options.path));
-    recorded = " of AdamW over " + NumberText(static_cast<double>(recording.elements) * 1e-6) +
+    recorded = " of AdamW, behind a first one, over " +
+               NumberText(static_cast<double>(recording.elements) * 1e-6) +
                " M params of bf16 with " + recording.layout->text;
   }
   HYBRIDOPT_ASSIGN(Lanes lanes, ReadLanes(options.path));

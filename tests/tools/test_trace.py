@@ -128,8 +128,8 @@ def test_the_training_that_is_recorded_is_the_one_that_was_asked_for(tmp_path):
         first[name] = succeed("trace", path, *SMALL, "--device", "sim", *arguments).splitlines()[0]
         told = json.loads(succeed("trace", path, "--read", "--json"))
         copied[name] = sum(row["bytes"] for row in told["rows"])
-    assert first["host"].startswith("2 steps of AdamW over 0.30 M params of bf16 with fp32 state on ")
-    assert first["small"].startswith("2 steps of AdamW over 0.30 M params of bf16 with split masters, bf16 moments on ")
+    assert first["host"].startswith("2 steps of AdamW, behind a first one, over 0.30 M params of bf16 with fp32 state on ")
+    assert first["small"].startswith("2 steps of AdamW, behind a first one, over 0.30 M params of bf16 with split masters, bf16 moments on ")
     assert copied["device"] == 0 and copied["host"] >= 2 * 2 * 300_000 and copied["small"] > 0
 
 
