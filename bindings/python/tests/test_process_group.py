@@ -134,7 +134,7 @@ def a_rank_that_does_not_come(rank, world):
 def test_a_rank_that_does_not_come_is_a_timeout():
     first, second, text = ranks.run(a_rank_that_does_not_come, 2)[0]
     assert (first, second) == (abi.OFFLOAD_TIMED_OUT, abi.OFFLOAD_COMM_FAILED)
-    assert "timed out" in text
+    assert "timed out" in text.lower()  # gloo has several such texts
 
 
 def summed(comm):
