@@ -260,6 +260,30 @@ TEST(Disk, AParamThatIsPlacedThereIsOnDiskAloneAndWhole) {
   }
 }
 
+// What a step without the first param leaves in the ring gives way to that param.
+TEST(Disk, AParamThatComesBackFindsRoomInTheRing) {
+  Problem problem = RandomProblem(
+      OFFLOAD_ADAMW, std::vector<ParamSpec>(2, {OFFLOAD_BF16, OFFLOAD_BF16, 0, 0, 5000}), 3, 4);
+  for (StepInput& step : problem.steps)
+    for (size_t id = 0; id < 2; ++id) step.grads[id] = Bytes(problem.params[id].grad_bytes());
+  problem.steps[0].grads[0].reset();
+  const Solved solved(std::move(problem));
+  for (int32_t device : DevicesUnderTest()) {
+    const TemporaryDirectory directory;
+    LifecycleSetting setting;
+    setting.device_kind = device;
+    setting.optimizer.chunk_elements = 1024;
+    setting.optimizer.disk_fraction = 1;
+    setting.optimizer.disk_ring_bytes = 2 * RecordBytesMost(1024);
+    setting.optimizer.disk_paths = directory.path();
+    LifecycleRig rig(solved.problem, setting);
+    for (size_t step = 0; step < solved.problem.steps.size(); ++step) {
+      (void)rig.StepOnce(solved.problem.steps[step]);
+      EXPECT_EQ(rig.Difference(solved.trace[step + 1]), "");
+    }
+  }
+}
+
 // A skipped step changes nothing, on disk neither.
 TEST(Disk, ASkippedStepWritesNothing) {
   for (int32_t device : DevicesUnderTest()) {
