@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/utf8.h"
+#include "checkpoint/format/format.h"
 #include "checkpoint/paths.h"
 #include "commands.h"
 #include "handles.h"
@@ -86,13 +87,14 @@ Result<Reader> OpenCheckpoint(const std::string& directory) {
   Result<Reader> reader = Reader::Open(hybridopt::system::SystemFiles(), directory);
   if (reader.ok()) return reader;
   const Result<std::string> newest = NewestIn(directory, false);
-  if (!newest.ok() && access((directory + "/manifest.json").c_str(), F_OK) != 0 &&
-      access(directory.c_str(), F_OK) == 0)
+  if (!newest.ok()) {
+    const std::string manifest = directory + "/" + kManifestFile;
+    if (access(directory.c_str(), F_OK) != 0 || access(manifest.c_str(), F_OK) == 0) return reader;
     return Status::Error(reader.status().code(),
-                         "'%.500s' is no checkpoint, as it has no manifest.json; give the "
-                         "directory of a checkpoint, or one that holds checkpoints",
-                         directory.c_str());
-  if (!newest.ok()) return reader;
+                         "'%.500s' is no checkpoint, as it has no %s; give the directory of a "
+                         "checkpoint, or one that holds checkpoints",
+                         directory.c_str(), kManifestFile);
+  }
   return Status::Error(reader.status().code(),
                        "'%.500s' is no checkpoint, but holds some: the newest is '%.500s', and "
                        "hybridopt list names all",
