@@ -323,14 +323,14 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
   shape.chunk_elements =
       options.chunk_elements != 0 ? options.chunk_elements : device.default_chunk_elements();
   shape.cpu_updates = options.host_executors != OFFLOAD_EXECUTORS_STREAMED;
+  shape.on_disk = IsOnDisk(options);
   shape.streams_state =
-      !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU && !IsOnDisk(options);
+      !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU && !shape.on_disk;
   if (shape.streams_state) shape.pin_piece_bytes = device.pin_piece_bytes();
   shape.stream_ring_bytes = options.stream_ring_bytes;
   shape.early_bytes = options.early_update_bytes;
   shape.tracks_changes = options.track_changes != 0;
   shape.save_buffer_bytes = options.save_buffer_bytes;
-  shape.on_disk = IsOnDisk(options);
   shape.disk_fraction = options.disk_fraction;
   shape.disk_ring_bytes =
       options.disk_ring_bytes != 0 ? options.disk_ring_bytes : DiskMemory::kDefaultRingBytes;

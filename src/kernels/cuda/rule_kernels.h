@@ -7,6 +7,7 @@
 namespace hybridopt::cuda {
 
 using UpdateKernel = void (*)(const UpdateRow* rows, uint32_t row_count, const Verdict* verdict);
+using ChooseKernel = UpdateKernel (*)(const UpdateKind& kind);
 inline constexpr uint32_t kUpdateThreads = 256;  // of a block, which updates one tile
 
 // The kernel of a kind whose rule is kRule.

@@ -6,8 +6,6 @@
 namespace hybridopt::cuda {
 namespace {
 
-using ChooseKernel = UpdateKernel (*)(const UpdateKind&);
-
 template <int32_t... kRules>
 UpdateKernel KernelOf(const UpdateKind& kind, std::integer_sequence<int32_t, kRules...>) {
   constexpr ChooseKernel kChoose[] = {KernelOfRule<Rule{kRules}>...};

@@ -98,8 +98,6 @@ struct ChosenByTypes {
   }
 };
 
-using ChooseKernel = UpdateKernel (*)(const UpdateKind&);
-
 }  // namespace
 
 template <Rule kRule>
