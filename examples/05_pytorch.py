@@ -87,6 +87,7 @@ def parse() -> argparse.Namespace:
     for name, what in WHAT.items():
         text = f"{what}; {small[name]} on a CPU, {large[name]} on a GPU"
         parser.add_argument(f"--{name}", type=type(small[name]), help=text)
+    parser.add_argument("--micro-batches", type=int, default=1, help="batches a step, one after the other")
     parser.add_argument("--dtype", choices=DTYPES, help="of params; on a GPU bfloat16")
     parser.add_argument("--offload-fraction", type=float, default=1.0)
     parser.add_argument(
@@ -376,13 +377,17 @@ def train(
         follower = Float64Adamw(params, optimizer.param_groups[0], options.max_grad_norm)
     run = Run()
     for step in range(options.steps):
-        inputs, targets = sample(text, options.batch, options.context, generator)
-        inputs, targets = inputs.to(params[0].device), targets.to(params[0].device)
         begin = time.perf_counter()
-        with stash:  # (4) around the forward pass, where activations are to leave
-            loss = loss_of(model, inputs, targets)
-        sample_memory("forward")
-        loss.backward()
+        losses = []
+        for micro_batch in range(options.micro_batches):
+            inputs, targets = sample(text, options.batch, options.context, generator)
+            inputs, targets = inputs.to(params[0].device), targets.to(params[0].device)
+            with stash:  # (4) around the forward pass, where activations are to leave
+                loss = loss_of(model, inputs, targets) / options.micro_batches
+            if micro_batch == options.micro_batches - 1:
+                sample_memory("forward")
+            loss.backward()
+            losses.append(loss.detach())
         sample_memory("backward")
         seconds = time.perf_counter() - begin
         if follower is not None:
@@ -395,7 +400,7 @@ def train(
         run.optimizer_seconds.append(time.perf_counter() - stepped)
         optimizer.zero_grad()
         sample_memory("step")
-        run.losses.append(loss.item())  # waits for the GPU
+        run.losses.append(sum(loss.item() for loss in losses))  # waits for the GPU
         run.step_seconds.append(seconds + time.perf_counter() - begin)
         schedule.step()
         if step % max(1, options.steps // 10) == 0 or step == options.steps - 1:
@@ -410,7 +415,7 @@ def say_speed(name: str, run: Run, options: argparse.Namespace) -> None:
     first, later = run.step_seconds[0], run.step_seconds[1:]
     if not later:
         return
-    tokens_per_second = options.batch * options.context * len(later) / sum(later)
+    tokens_per_second = options.micro_batches * options.batch * options.context * len(later) / sum(later)
     print(
         f"  {name}: {tokens_per_second:.0f} tokens/s; a step takes {ms(later)} ms (median), the first "
         f"took {first * 1e3:.1f} ms"
@@ -521,7 +526,7 @@ def main() -> int:
         refuse_too_large(optimizer, options)
         memory = Memory(model, optimizer, make_stash(options, device) if options.stash else None)
     if options.overlap:
-        optimizer.hook_gradients()
+        optimizer.hook_gradients(micro_batches=options.micro_batches)
     runs = {"hybridopt": train("hybridopt", model, optimizer, text[:cut], options, memory)}
     say_speed("hybridopt", runs["hybridopt"], options)
     say_lanes(runs["hybridopt"], optimizer)
