@@ -57,16 +57,16 @@ TEST(CheckpointPartsTest, AStepBehindASaveWaitsForAllThatIsBorrowed) {
   while (second.calls < 2) std::this_thread::yield();
   EXPECT_EQ(offload_optimizer_wait(trainer.optimizer, stepped, 300'000'000), OFFLOAD_TIMED_OUT);
   second.open = true;
-  EXPECT_OFFLOAD_OK(offload_optimizer_wait(trainer.optimizer, stepped, -1));
+  EXPECT_OFFLOAD_OK(WaitOrAbort(trainer.optimizer, stepped));
   std::vector<unsigned char> other(run.counts[1] * sizeof(float), 0x3c);
   EXPECT_OFFLOAD_OK(
       offload_device_upload(trainer.context, trainer.data[1], other.data(), other.size(), nullptr));
-  EXPECT_OFFLOAD_OK(offload_optimizer_wait(trainer.optimizer, saved, -1));
+  EXPECT_OFFLOAD_OK(WaitOrAbort(trainer.optimizer, saved));
 
   auto load = Make<offload_load_options_t>();
   load.path = path.c_str();
   EXPECT_OFFLOAD_OK(offload_optimizer_load(trainer.optimizer, &load, nullptr));
-  EXPECT_OFFLOAD_OK(offload_optimizer_wait(trainer.optimizer, 0, -1));
+  EXPECT_OFFLOAD_OK(WaitOrAbort(trainer.optimizer, 0));
   EXPECT_TRUE(trainer.Bits() == saved_bits);
 }
 
@@ -114,7 +114,7 @@ class Part {
     EXPECT_OFFLOAD_OK(offload_optimizer_load(trainer_.optimizer, &options, nullptr));
     return Wait();
   }
-  int32_t Wait() { return offload_optimizer_wait(trainer_.optimizer, 0, -1); }
+  int32_t Wait() { return WaitOrAbort(trainer_.optimizer, 0); }
 
  private:
   Trainer trainer_;

@@ -194,7 +194,7 @@ TEST_P(RanksFaultTest, QueuedStepsBehindAFailureAreNotBegun) {
         std::make_unique<ShardedRank>(*sharded_, rank, good.Table(static_cast<int32_t>(rank)),
                                       context, OptimizerSetting{0.5, 1024, 2});
   for (uint32_t rank = 0; rank < kWorld; ++rank) others[rank]->Queue(Input(rank, 0));
-  for (auto& other : others) MUST(offload_optimizer_wait(other->rig().handle(), 0, -1));
+  for (auto& other : others) MUST(offload_optimizer_wait(other->rig().handle(), 0, kLongNs));
   EXPECT_EQ(got, others[0]->Bits());
 }
 
@@ -411,7 +411,7 @@ class TwoRanks {
   bool Ends() {
     bool done = true;
     for (const auto& trainer : trainers_)
-      done = offload_optimizer_wait(trainer->optimizer, 0, -1) == OFFLOAD_OK && done;
+      done = fault::WaitOrAbort(trainer->optimizer, 0) == OFFLOAD_OK && done;
     return done;
   }
 

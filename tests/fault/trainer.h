@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <thread>
@@ -36,6 +38,17 @@ inline void ExpectError(int32_t got, int32_t status, const std::vector<std::stri
 }
 
 inline uint64_t ElementBytes(int32_t dtype) { return dtype == OFFLOAD_FP32 ? 4 : 2; }
+
+// As offload_optimizer_wait. Work that hangs aborts the test program after a minute: its optimizer
+// could not be destroyed, and the program would hang too.
+inline int32_t WaitOrAbort(offload_optimizer_t optimizer, offload_ticket_t ticket) {
+  const int32_t status = offload_optimizer_wait(optimizer, ticket, 60'000'000'000);
+  if (status == OFFLOAD_TIMED_OUT) {
+    std::fprintf(stderr, "work hangs: %s\n", offload_last_error());
+    std::abort();
+  }
+  return status;
+}
 
 // Numbers in +-0.1, in fp32 or bf16: the same ones for the same `seed`.
 inline void FillPattern(std::vector<unsigned char>& bytes, int32_t dtype, uint64_t seed) {
@@ -150,7 +163,7 @@ class Trainer {
       auto options = Make<offload_step_options_t>();
       options.grad_norm_max = 1;
       EXPECT_OFFLOAD_OK(offload_optimizer_step(optimizer, &options, &ticket));
-      EXPECT_OFFLOAD_OK(offload_optimizer_wait(optimizer, ticket, -1));
+      EXPECT_OFFLOAD_OK(WaitOrAbort(optimizer, ticket));
     }
   }
 
