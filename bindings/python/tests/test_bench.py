@@ -151,3 +151,16 @@ def test_steps_of_muon_on_the_cpu_are_measured():
     for result in results.values():
         assert {"hybridopt", "torch, products of fp32"} <= set(result)
         assert all(row["seconds"] > 0 and row["cpu_seconds"] > 0 for row in result.values())
+
+
+def test_iterations_beside_saves_are_measured(tmp_path):
+    written = tmp_path / "saves.json"
+    command = [sys.executable, BENCH / "saves.py", "--folder", tmp_path, "--iterations", "1", "--json", written]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    results = json.loads(written.read_text())["results"]
+    assert list(results) == ["auto, save 1", "auto, save 2", "0, save 1", "0, save 2"]
+    for name, result in results.items():
+        assert result["bytes"] > 0 and result["beside"] and name in ended.stdout
+        assert (result["buffer"] > 0) == name.startswith("auto")
+    assert [path.name for path in tmp_path.iterdir()] == ["saves.json"]
