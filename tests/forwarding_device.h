@@ -87,6 +87,9 @@ class ForwardingDevice : public Device {
                       uint64_t bytes) override {
     return device_->CopyToDevice(stream, device, host, bytes);
   }
+  Status CopyRows(StreamHandle stream, const RowsCopy& copy) override {
+    return device_->CopyRows(stream, copy);
+  }
   Status Fill(StreamHandle stream, void* device, uint64_t count, const Pattern& pattern) override {
     return device_->Fill(stream, device, count, pattern);
   }

@@ -103,6 +103,26 @@ struct ChangeCollection {
 
 inline constexpr size_t kChangePartsMost = 1024;
 
+// Rows of equal length that are copied within device memory. They begin to_stride and from_stride
+// bytes apart, and no row overlaps another one.
+struct RowsCopy {
+  void* to;
+  uint64_t to_stride;
+  const void* from;
+  uint64_t from_stride;
+  uint64_t row_bytes;
+  uint64_t rows;
+
+  // From the first byte of the first row to the last byte of the last one.
+  uint64_t to_bytes() const { return Extent(to_stride); }
+  uint64_t from_bytes() const { return Extent(from_stride); }
+
+ private:
+  uint64_t Extent(uint64_t stride) const {
+    return rows == 0 || row_bytes == 0 ? 0 : (rows - 1) * stride + row_bytes;
+  }
+};
+
 // Device memory that has been taken and has no address yet.
 struct DevicePages {
   uint64_t bytes = 0;             // whole pages
@@ -213,6 +233,7 @@ class Device {
                             uint64_t bytes) = 0;
   virtual Status CopyToDevice(StreamHandle stream, void* device, const void* host,
                               uint64_t bytes) = 0;
+  virtual Status CopyRows(StreamHandle stream, const RowsCopy& copy) = 0;
   // Sets every element to the pattern.
   virtual Status Fill(StreamHandle stream, void* device, uint64_t count,
                       const Pattern& pattern) = 0;

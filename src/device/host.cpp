@@ -81,6 +81,7 @@ class HostDevice final : public Device {
                       uint64_t bytes) override {
     return Copy(stream, device, host, bytes);
   }
+  Status CopyRows(StreamHandle stream, const RowsCopy& copy) override;
   Status Fill(StreamHandle, void*, uint64_t, const Pattern&) override {
     return Unsupported("Fill");
   }
@@ -184,6 +185,17 @@ Status HostDevice::Copy(StreamHandle stream, void* destination, const void* sour
   if (bytes == 0) return Status();
   // Both sides are host memory here, so a caller may name one array twice.
   std::memmove(destination, source, bytes);
+  return Status();
+}
+
+Status HostDevice::CopyRows(StreamHandle stream, const RowsCopy& copy) {
+  HYBRIDOPT_TRY(CheckStream(stream));
+  HYBRIDOPT_TRY(CheckRange(copy.to, copy.to_bytes()));
+  HYBRIDOPT_TRY(CheckRange(copy.from, copy.from_bytes()));
+  auto* to = static_cast<std::byte*>(copy.to);
+  const auto* from = static_cast<const std::byte*>(copy.from);
+  for (uint64_t row = 0; row < copy.rows; ++row, to += copy.to_stride, from += copy.from_stride)
+    std::memcpy(to, from, copy.row_bytes);
   return Status();
 }
 

@@ -77,6 +77,9 @@ class SimDevice final : public Device {
 
   Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override;
   Status CopyToDevice(StreamHandle stream, void* device, const void* host, uint64_t bytes) override;
+  Status CopyRows(StreamHandle stream, const RowsCopy& copy) override {
+    return Queue(stream, sim::CopyRows{copy}).status();
+  }
   Status Fill(StreamHandle stream, void* device, uint64_t count, const Pattern& pattern) override {
     return Queue(stream, sim::Fill{device, count, pattern}).status();
   }

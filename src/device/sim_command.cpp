@@ -128,6 +128,18 @@ Status SimExecutor::Apply(const sim::CopyToDevice& copy) const {
   return Status();
 }
 
+Status SimExecutor::Apply(const sim::CopyRows& rows) const {
+  const RowsCopy& copy = rows.copy;
+  if (copy.to_bytes() == 0) return Status();
+  HYBRIDOPT_ASSIGN(std::byte * to,
+                   Locate("destination", static_cast<std::byte*>(copy.to), copy.to_bytes()));
+  HYBRIDOPT_ASSIGN(const std::byte* from,
+                   Locate("source", static_cast<const std::byte*>(copy.from), copy.from_bytes()));
+  for (uint64_t row = 0; row < copy.rows; ++row, to += copy.to_stride, from += copy.from_stride)
+    std::memcpy(to, from, copy.row_bytes);
+  return Status();
+}
+
 Status SimExecutor::Apply(const sim::Fill& fill) const {
   if (fill.count == 0) return Status();
   HYBRIDOPT_ASSIGN(void* destination, Locate("destination", fill.device, fill.count,

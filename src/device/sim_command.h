@@ -45,6 +45,10 @@ struct CopyToDevice {
   const void* host;
   uint64_t bytes;
 };
+struct CopyRows {
+  static constexpr char kName[] = "CopyRows";
+  RowsCopy copy;
+};
 struct Fill {
   static constexpr char kName[] = "Fill";
   void* device;
@@ -105,7 +109,7 @@ struct WaitFlag {
 };
 
 using Command =
-    std::variant<CopyToHost, CopyToDevice, Fill, FollowParams, Norm, SetVerdict, Update,
+    std::variant<CopyToHost, CopyToDevice, CopyRows, Fill, FollowParams, Norm, SetVerdict, Update,
                  UpdateMatrices, SurveyChanges, CollectChanges, Run, Record, WaitStream, WaitFlag>;
 
 const char* NameOf(const Command& command);
@@ -142,6 +146,7 @@ class SimExecutor {
  private:
   Status Apply(const sim::CopyToHost& copy) const;
   Status Apply(const sim::CopyToDevice& copy) const;
+  Status Apply(const sim::CopyRows& rows) const;
   Status Apply(const sim::Fill& fill) const;
   Status Apply(const sim::FollowParams& follow) const;
   Status Apply(const sim::Norm& norm) const;

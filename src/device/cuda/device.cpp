@@ -114,6 +114,7 @@ class CudaDevice final : public Device {
                       uint64_t bytes) override {
     return Copy(stream, device, host, bytes, host, "copy to the device");
   }
+  Status CopyRows(StreamHandle stream, const RowsCopy& copy) override;
   Status Fill(StreamHandle stream, void* device, uint64_t count, const Pattern& pattern) override;
   Status FollowParams(StreamHandle stream, const void* params, int32_t dtype, uint64_t count,
                       float* masters) override;
@@ -626,6 +627,23 @@ Status CudaDevice::AwaitIfPageable(StreamHandle stream, const void* host) {
   return Status::Error(OFFLOAD_DEVICE_FAILED,
                        "a copy of memory that is not pinned waits for its stream: %s",
                        status.message().c_str());
+}
+
+Status CudaDevice::CopyRows(StreamHandle stream, const RowsCopy& copy) {
+  constexpr uint64_t kStrideMax = INT32_MAX;  // CUDA refuses rows that are further apart
+  if (copy.to_bytes() == 0) return {};
+  const Scope scope = Enter();
+  if (copy.rows > 1 && copy.to_stride <= kStrideMax && copy.from_stride <= kStrideMax)
+    return Check(cudaMemcpy2DAsync(copy.to, copy.to_stride, copy.from, copy.from_stride,
+                                   copy.row_bytes, copy.rows, cudaMemcpyDeviceToDevice, Of(stream)),
+                 "copy of rows", stream);
+  auto* to = static_cast<std::byte*>(copy.to);
+  const auto* from = static_cast<const std::byte*>(copy.from);
+  for (uint64_t row = 0; row < copy.rows; ++row, to += copy.to_stride, from += copy.from_stride)
+    HYBRIDOPT_TRY(
+        Check(cudaMemcpyAsync(to, from, copy.row_bytes, cudaMemcpyDeviceToDevice, Of(stream)),
+              "copy of a row", stream));
+  return {};
 }
 
 Status CudaDevice::Fill(StreamHandle stream, void* device, uint64_t count, const Pattern& pattern) {

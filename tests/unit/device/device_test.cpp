@@ -120,7 +120,14 @@ TEST(HostDevice, CopiesAtOnce) {
   EXPECT_TRUE(Ok(device->CopyToDevice(nullptr, there.data(), source.data(), 12)));
   EXPECT_TRUE(Ok(device->CopyToHost(nullptr, back.data(), there.data(), 12)));
   EXPECT_EQ(back, source);
+  std::vector<int> rows(5);
+  EXPECT_TRUE(Ok(device->CopyRows(nullptr, {rows.data(), 8, source.data(), 4, 4, 3})));
+  EXPECT_EQ(rows, (std::vector<int>{1, 0, 2, 0, 3}));
   EXPECT_TRUE(Ok(device->CopyToHost(nullptr, nullptr, nullptr, 0)));
+  EXPECT_TRUE(Fails(device->CopyRows(nullptr, {nullptr, 8, source.data(), 4, 4, 3}),
+                    OFFLOAD_INVALID_ARGUMENT, {"20 bytes at NULL"}));
+  EXPECT_TRUE(Fails(device->CopyRows(nullptr, {rows.data(), 8, nullptr, 4, 4, 3}),
+                    OFFLOAD_INVALID_ARGUMENT, {"12 bytes at NULL"}));
   EXPECT_TRUE(Fails(device->CopyToHost(nullptr, nullptr, there.data(), 12),
                     OFFLOAD_INVALID_ARGUMENT, {"12 bytes at NULL"}));
   EXPECT_TRUE(Fails(device->Map(nullptr, 12), OFFLOAD_INVALID_ARGUMENT, {"12 bytes at NULL"}));
@@ -797,6 +804,17 @@ TEST(SimFailure, EveryCommandChecksEveryAddressWhenItRuns) {
           std::memcmp(bytes, std::vector<float>(Arrays::kCount, 0.5f).data(), sizeof(arrays.host)),
           0);
     }
+  }
+}
+
+TEST(SimFailure, CopyRowsChecksBothEndsWhenItRuns) {
+  for (const bool to_end : {true, false}) {
+    Arrays a;
+    const uint64_t far = sizeof(a.host) + 4;
+    ASSERT_TRUE(Ok(
+        a.device->CopyRows(nullptr, {a.grad, to_end ? far : 4, a.param, to_end ? 4 : far, 4, 2})));
+    EXPECT_TRUE(Fails(a.device->Synchronize(nullptr, -1), OFFLOAD_DEVICE_FAILED,
+                      {"CopyRows on stream", to_end ? "destination" : "source"}));
   }
 }
 

@@ -126,6 +126,22 @@ TEST_P(PortTest, RecordingAgainDoesNotMoveWhoWaitsAlready) {
 
 // ----------------------------------------------------------------------------- kernels ----- --
 
+// Rows of one distance go to rows of another one, and nothing between them changes. A single row
+// may be longer than its distance.
+TEST_P(PortTest, CopyRowsCopiesRowsAlone) {
+  auto device = Make();
+  std::vector<uint16_t> from(60), expected(70, uint16_t{9999});
+  for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<uint16_t>(i);
+  auto* source = Upload(*device, from);
+  auto* target = Upload(*device, expected);
+  for (size_t row = 0; row < 4; ++row)
+    for (size_t i = 0; i < 3; ++i) expected[5 + 9 * row + i] = from[2 + 7 * row + i];
+  ASSERT_TRUE(Ok(device->CopyRows(nullptr, {target + 5, 18, source + 2, 14, 6, 4})));
+  for (size_t i = 0; i < 20; ++i) expected[45 + i] = from[40 + i];
+  ASSERT_TRUE(Ok(device->CopyRows(nullptr, {target + 45, 2, source + 40, 2, 40, 1})));
+  EXPECT_EQ(Download(*device, target, 70), expected);
+}
+
 TEST_P(PortTest, FillSetsElementsOfOneTwoAndFourBytes) {
   auto device = Make();
   auto* data = Upload(*device, std::vector<float>(100, -1.0f));
@@ -441,6 +457,8 @@ TEST_P(PortTest, CommandsOnNothingDoNothing) {
   const DeviceUpdate update = {{}, OFFLOAD_FP32, OFFLOAD_FP32, 0};
   const Coefficients coefficients = {};
   EXPECT_TRUE(Ok(device->CopyToHost(nullptr, nullptr, nullptr, 0)));
+  EXPECT_TRUE(Ok(device->CopyRows(nullptr, {nullptr, 8, nullptr, 8, 0, 3})));
+  EXPECT_TRUE(Ok(device->CopyRows(nullptr, {nullptr, 8, nullptr, 8, 4, 0})));
   EXPECT_TRUE(Ok(device->Fill(nullptr, nullptr, 0, PatternOf(Format::kFp32, 1.0f))));
   EXPECT_TRUE(Ok(device->FollowParams(nullptr, nullptr, OFFLOAD_BF16, 0, nullptr)));
   EXPECT_TRUE(
