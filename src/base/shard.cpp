@@ -136,7 +136,7 @@ void CutBox(const Box& box, uint32_t dimensions, uint32_t d, uint64_t begin, uin
 
 }  // namespace
 
-Result<Shard> ValidateShard(const offload_shard_t& source, uint64_t count) {
+Result<Shard> ValidateShard(const offload_shard_t& source) {
   HYBRIDOPT_TRY(CheckHeader(source));
   Shard shard{};
   shard.dimensions = source.dimensions;
@@ -179,6 +179,11 @@ Result<Shard> ValidateShard(const offload_shard_t& source, uint64_t count) {
                          static_cast<unsigned long long>(shard.range_begin),
                          static_cast<unsigned long long>(shard.range_count),
                          static_cast<unsigned long long>(boxes_count));
+  return shard;
+}
+
+Result<Shard> ValidateShard(const offload_shard_t& source, uint64_t count) {
+  HYBRIDOPT_ASSIGN(Shard shard, ValidateShard(source));
   if (shard.range_count != count)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "count is %llu, but the shard holds %llu elements; they must be equal",
@@ -187,12 +192,13 @@ Result<Shard> ValidateShard(const offload_shard_t& source, uint64_t count) {
   return shard;
 }
 
-bool Shard::partial() const {
-  int64_t global_count = 0;
-  (void)Multiply(global_shape, dimensions,
-                 &global_count);  // no overflow: checked when the shard was made
-  return range_count < static_cast<uint64_t>(global_count);
+uint64_t Shard::global_count() const {
+  int64_t count = 0;
+  (void)Multiply(global_shape, dimensions, &count);  // no overflow: checked when it was made
+  return static_cast<uint64_t>(count);
 }
+
+bool Shard::partial() const { return range_count < global_count(); }
 
 uint64_t Shard::GlobalIndex(uint64_t element) const {
   HYBRIDOPT_CHECK(element < range_count);

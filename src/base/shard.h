@@ -25,6 +25,8 @@ struct Shard {
   uint64_t range_begin;
   uint64_t range_count;
 
+  // The number of elements of the tensor.
+  uint64_t global_count() const;
   // Whether the tensor has elements that are not in this shard.
   bool partial() const;
   // The row-major index in the whole tensor of one of the shard's elements, which are counted from
@@ -51,7 +53,9 @@ void AddStripes(const Shard& shard, std::vector<Stripe>& stripes);
 // inside a box, that box is cut into at most 2 * dimensions - 1 boxes.
 void AppendBoxes(const Shard& shard, std::vector<Box>& boxes);
 
-// Copies and checks a shard of `count` elements. Errors name the field, but not the param.
+// Copies and checks a shard. Errors name the field, but not the param.
+Result<Shard> ValidateShard(const offload_shard_t& shard);
+// The same for a shard that must have `count` elements.
 Result<Shard> ValidateShard(const offload_shard_t& shard, uint64_t count);
 
 // The shard of a param that has none: all of a one-dimensional tensor.
