@@ -29,6 +29,8 @@
  *   save and resume             offload_optimizer_save, _load; offload_checkpoint_newest
  *   look into a checkpoint      offload_checkpoint_inspect, offload_checkpoint_verify
  *   train over several ranks    offload_comm_t; tables of it: offload_mpi.h, offload_nccl.h
+ *   update matrices by Muon that are cut between ranks
+ *                               offload_exchange_create, _gather, _scatter
  *   publish changed weights     offload_optimizer_changes, offload_optimizer_acknowledge_changes
  *   put activations aside       offload_stash_create, offload_stash_push
  *   try it without a GPU        OFFLOAD_DEVICE_SIM, offload_device_alloc, offload_stream_run
@@ -239,6 +241,7 @@ typedef struct offload_context* offload_context_t;
 typedef struct offload_optimizer* offload_optimizer_t;
 typedef struct offload_stash* offload_stash_t;
 typedef struct offload_pool* offload_pool_t;
+typedef struct offload_exchange* offload_exchange_t;
 
 /* A point on an optimizer's timeline. What 0 stands for is told under "Zero" at the top. No other
  * optimizer of the process has had or will have the same ticket. */
@@ -354,7 +357,7 @@ OFFLOAD_API int32_t offload_context_create(const offload_context_options_t* opti
  * freed. If a function that the caller gave to offload_stream_run does not return within
  * device_timeout_ns, the memory of the simulated device stays until the process ends, and a warning
  * in the log says so.
- * Errors: INVALID_STATE while the context has optimizers or stashes. */
+ * Errors: INVALID_STATE while the context has optimizers, stashes or exchanges. */
 OFFLOAD_API int32_t offload_context_destroy(offload_context_t context);
 
 /* Tells what the context really has. */
@@ -363,10 +366,23 @@ OFFLOAD_API int32_t offload_context_get_info(offload_context_t context,
 
 /* ------------------------------------------------------------------------------ registering -- */
 
+/* One message of the exchange of offload_comm_t. The library makes it; a message of a later release
+ * may be longer: the elements of an array lie struct_size bytes apart. */
+typedef struct offload_message {
+  uint32_t struct_size;
+  int32_t rank;      /* the other rank; never this one */
+  int32_t sends;     /* 1: send the bytes to that rank; 0: receive them from it */
+  uint32_t reserved; /* 0 */
+  void* data;        /* where the bytes are, or where they go; aligned to an element */
+  uint64_t bytes;    /* at least 1 */
+} offload_message_t;
+
 /* How the ranks of one model communicate: functions of the caller, over MPI, NCCL, a process group
  * or threads. Threads of the library, not always the same one, call them: one call at a time for
- * each optimizer, in the same order on all ranks. Each returns OFFLOAD_OK, OFFLOAD_TIMED_OUT, or
- * any other status for a failure. Results must have the same bits on all ranks (docs/RANKS.md). */
+ * each optimizer, in the same order on all ranks. (Those of an exchange are called by the thread
+ * that calls offload_exchange_create, _gather and _scatter.) Each returns OFFLOAD_OK,
+ * OFFLOAD_TIMED_OUT, or any other status for a failure. Results must have the same bits on all
+ * ranks (docs/RANKS.md). */
 typedef struct offload_comm {
   uint32_t struct_size;
   int32_t rank;      /* 0 to world - 1 */
@@ -379,6 +395,17 @@ typedef struct offload_comm {
   int32_t (*max)(void* user, int32_t* values, uint32_t count, int64_t timeout_ns);
   /* Returns when all ranks have called it. */
   int32_t (*barrier)(void* user, int64_t timeout_ns);
+  /* Sends and receives messages, all of them at the same time: none may wait for another one of the
+   * list. Returns when all have been sent and have arrived, and does not touch their memory
+   * afterwards, whatever it returns. Messages from one rank to another arrive in the order in which
+   * they are sent. Only ranks that have messages call it. NULL: offload_exchange_create refuses the
+   * table; an optimizer does not need it. */
+  int32_t (*exchange)(void* user, const offload_message_t* messages, uint32_t count,
+                      offload_stream_t stream, int64_t timeout_ns);
+  int32_t exchange_on_host; /* 1: the messages are in host memory, ready to be sent, and stream is
+                               NULL; 0: they are in memory of the context's device, and are sent
+                               and received behind the work that is queued on stream */
+  uint32_t reserved1;       /* 0 */
 } offload_comm_t;
 
 /* Who updates the host share where the device has memory of its own. The bits are the same. */
@@ -1540,6 +1567,111 @@ OFFLOAD_API int32_t offload_stash_wait(offload_stash_t stash, offload_stash_tick
 
 /* Tells what the stash holds now, and totals since create. */
 OFFLOAD_API int32_t offload_stash_get_stats(offload_stash_t stash, offload_stash_stats_t* stats);
+
+/* --------------------------------------------------------------- matrices cut between ranks -- */
+/* Muon updates whole matrices. Where ranks have parts of them (tensor parallel layers, FSDP, ZeRO),
+ * each matrix gets a home: the rank that registers the whole of it in its optimizer. The others do
+ * not register it. An exchange brings the parts of all ranks together on the home, and takes them
+ * back from there:
+ *
+ *   rank 0   rows 0..3 --+                              +--> rows 0..3
+ *   rank 1   rows 4..7 --+--> the whole, on its home ---+--> rows 4..7
+ *   rank 2   rows 8..9 --+                              +--> rows 8..9
+ *
+ *   once       gather the params, commit the optimizer
+ *   each step  gather the gradients, offload_optimizer_step, _wait, scatter the params
+ *
+ * Params then have the bits of a run in which one rank has the whole matrices, in any world and
+ * with any parts, if no step clips: the norm is a sum in the order of ranks. Optimizers get a comm
+ * too, another one, so that all ranks skip and clip alike; a rank that is no home and has no other
+ * param registers an empty one. The exchange keeps no matrix: the memory of parts and wholes is the
+ * caller's. docs/RANKS.md has an example. */
+
+/* A matrix, or a stack of them, of which each rank of the comm has a part. */
+typedef struct offload_exchange_matrix {
+  uint32_t struct_size;
+  int32_t dtype;      /* of the param: enum offload_dtype; required */
+  int32_t grad_dtype; /* of the gradient: enum offload_dtype; required */
+  uint32_t reserved;  /* 0 */
+  const char* name;   /* for errors: not empty, at most 1023 bytes; the same on all ranks */
+  const offload_shard_t* shard; /* the elements of this rank, of a tensor with two dimensions (rows,
+                                   cols) or three (a stack); may be empty */
+} offload_exchange_matrix_t;
+
+typedef struct offload_exchange_options {
+  uint32_t struct_size;
+  uint32_t matrix_count;                     /* elements of matrices, at least 1 */
+  const offload_exchange_matrix_t* matrices; /* the same ones in the same order on all ranks */
+  const offload_comm_t* comm; /* all ranks, with an exchange; required. The library copies the
+                                 struct; what its user points to must live until destroy. No
+                                 optimizer may use the same table: their calls would mix */
+  uint64_t comm_timeout_ns;   /* the library treats a rank as failed if it does not answer for this
+                                 time; 0 = 600 s */
+} offload_exchange_options_t;
+
+/* What an exchange takes on this rank: room for the messages of one matrix, the largest. */
+typedef struct offload_exchange_plan {
+  uint32_t struct_size;
+  uint32_t home_count;    /* matrices whose home is this rank */
+  uint64_t home_elements; /* elements of those */
+  uint64_t device_bytes;  /* device memory: that of the largest of those; 0 on the host device and
+                             in a world of 1 */
+  uint64_t host_bytes;    /* host memory: on the host device that of the largest of those; else, if
+                             comm.exchange_on_host is 1, the same or that of this rank's largest part
+                             of another one, pinned; 0 in a world of 1 */
+} offload_exchange_plan_t;
+
+/* Tells the bytes that create would take, and how many matrices this rank would be the home of. It
+ * calls no other rank. Errors: INVALID_ARGUMENT and UNSUPPORTED, as for create. */
+OFFLOAD_API int32_t offload_exchange_plan(offload_context_t context,
+                                          const offload_exchange_options_t* options,
+                                          offload_exchange_plan_t* plan);
+
+/* Makes an exchange. Collective: all ranks of comm call it, and tell each other their parts. Every
+ * element of a matrix must be in some rank's part. Ranks may have the same part (then one of them
+ * sends it to the home, which prefers its own), but parts must not overlap otherwise.
+ *
+ * The home of a matrix is the rank that has the least work so far, the first of several; matrices
+ * are given out in the order of their work, the largest first: elements times the shorter side.
+ * The library writes *exchange only on success.
+ * Errors: INVALID_ARGUMENT (the text names the field, or the matrix and the ranks that do not fit
+ * together), UNSUPPORTED (a field of a later release), OUT_OF_HOST_MEMORY, OUT_OF_DEVICE_MEMORY,
+ * COMM_FAILED (also if the call of another rank fails, which is named). */
+OFFLOAD_API int32_t offload_exchange_create(offload_context_t context,
+                                            const offload_exchange_options_t* options,
+                                            offload_exchange_t* exchange);
+
+/* Frees the memory for messages. Asks no other rank. Errors: DEVICE_FAILED (a stream of a call that
+ * has failed may still use that memory: it is kept for ever). */
+OFFLOAD_API int32_t offload_exchange_destroy(offload_exchange_t exchange);
+
+/* The rank that is the home of a matrix: its number in options.matrices.
+ * Errors: INVALID_ARGUMENT (no such matrix; rank is NULL). */
+OFFLOAD_API int32_t offload_exchange_home(offload_exchange_t exchange, uint32_t matrix,
+                                          int32_t* rank);
+
+/* Puts the parts of all ranks together in `whole` on the matrix's home. Collective: all ranks of
+ * comm make the calls of gather and scatter in the same order, for the same matrices and dtypes.
+ * The call comes behind the work that is queued on stream, and returns when this rank's messages
+ * have been sent and have arrived and `whole` is complete. dtype is dtype or grad_dtype of the
+ * matrix. `part` has the elements of the rank's shard, in its order, contiguous in device memory;
+ * it may be NULL if there are none. `whole` has room for all elements, row by row; on other ranks
+ * than the home it is not used. The two must not overlap.
+ *
+ * COMM_FAILED: a rank did not send or take its messages within comm_timeout_ns, or has failed. A
+ * rank that waits for no message may notice that in a later call only. After a failure but
+ * INVALID_ARGUMENT and INVALID_STATE, which change nothing, ranks are out of step: `whole` may have
+ * some parts, and later calls return POISONED; home and destroy work.
+ * Errors: INVALID_ARGUMENT (matrix, dtype, part, whole, stream), INVALID_STATE (stream is capturing
+ * a graph), COMM_FAILED, DEVICE_FAILED, POISONED. */
+OFFLOAD_API int32_t offload_exchange_gather(offload_exchange_t exchange, uint32_t matrix,
+                                            int32_t dtype, const void* part, void* whole,
+                                            offload_stream_t stream);
+
+/* The other way: every rank gets its part of the home's `whole`. All else is as for gather. */
+OFFLOAD_API int32_t offload_exchange_scatter(offload_exchange_t exchange, uint32_t matrix,
+                                             int32_t dtype, const void* whole, void* part,
+                                             offload_stream_t stream);
 
 /* --------------------------------------------------------------------- device conveniences -- */
 /* For callers without a CUDA runtime of their own, and for the simulated device. On the host device

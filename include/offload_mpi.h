@@ -21,11 +21,13 @@ extern "C" {
  *
  * The library calls the table from a thread of its own, so MPI must have been initialised with
  * MPI_THREAD_MULTIPLE. Sums are added in rank order on every rank: the same bits everywhere, which
- * MPI_Allreduce does not promise. Errors of MPI come back as COMM_FAILED, whatever the error
- * handler of communicator is. After a failure or a timeout all later calls fail at once. Errors:
- * INVALID_ARGUMENT (table is NULL; communicator is MPI_COMM_NULL or an inter-communicator),
- * INVALID_STATE (MPI not initialised, finalized, or without MPI_THREAD_MULTIPLE),
- * OUT_OF_HOST_MEMORY, COMM_FAILED. *table is written on success only. */
+ * MPI_Allreduce does not promise. The table's exchange works on host memory (exchange_on_host is
+ * 1), through copies of its own, which take as much memory as the largest exchange: so nothing
+ * touches the caller's memory after a call, not even after a timeout. Errors of MPI come back as
+ * COMM_FAILED, whatever the error handler of communicator is. After a failure or a timeout all
+ * later calls fail at once. Errors: INVALID_ARGUMENT (table is NULL; communicator is MPI_COMM_NULL
+ * or an inter-communicator), INVALID_STATE (MPI not initialised, finalized, or without
+ * MPI_THREAD_MULTIPLE), OUT_OF_HOST_MEMORY, COMM_FAILED. *table is written on success only. */
 OFFLOAD_API int32_t offload_mpi_create(MPI_Comm communicator, offload_comm_t* table);
 
 /* Frees what create made, after the optimizer has been destroyed and before MPI_Finalize.

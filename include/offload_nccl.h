@@ -30,7 +30,8 @@ OFFLOAD_API int32_t offload_nccl_get_id(offload_nccl_id_t* id);
  * share one would answer each other's calls. Every function waits at most as long as the library
  * tells it, looks for NCCL's asynchronous errors meanwhile, and on an error or a timeout aborts the
  * communicator: all later calls then fail at once. Sums are added in rank order on every rank: the
- * same bits everywhere.
+ * same bits everywhere. The table's exchange sends and receives device memory, all messages in one
+ * group, on the stream that it gets, and returns when they have arrived.
  * Errors: INVALID_ARGUMENT, UNSUPPORTED (no libnccl, no CUDA device), TIMED_OUT, COMM_FAILED,
  * OUT_OF_HOST_MEMORY, OUT_OF_DEVICE_MEMORY. *table is written on success only. */
 OFFLOAD_API int32_t offload_nccl_create(const offload_nccl_id_t* id, int32_t rank, int32_t world,

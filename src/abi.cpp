@@ -9,6 +9,7 @@
 #include "base/function_ref.h"
 #include "checkpoint/format/checkpoint_info.h"
 #include "checkpoint/reader.h"
+#include "exchange/exchange.h"
 #include "kernels/changes/content_hash.h"
 #include "machine/context.h"
 #include "memory/address_pool.h"
@@ -27,6 +28,7 @@ using namespace hybridopt;  // NOLINT: this file is the library's outermost laye
 using Contexts = HandleTable<Context, HandleKind::kContext>;
 using Optimizers = HandleTable<Optimizer, HandleKind::kOptimizer>;
 using Stashes = HandleTable<Stash, HandleKind::kStash>;
+using Exchanges = HandleTable<Exchange, HandleKind::kExchange>;
 using Pools = HandleTable<AddressPool, HandleKind::kPool>;
 
 ThreadValue entered_pool;  // an offload_pool_t
@@ -173,6 +175,26 @@ Result<std::vector<ParamInput>> ReadParams(const offload_param_t* params, uint32
   return inputs;
 }
 
+// Reads the options of an exchange; `input` must live as long as the result is used.
+Status ReadExchange(const offload_exchange_options_t* options, ExchangeInput* input) {
+  HYBRIDOPT_ASSIGN(input->options, Read(options, "options"));
+  if (input->options.comm != nullptr) {
+    HYBRIDOPT_ASSIGN(input->comm, Read(input->options.comm, "options.comm"));
+    input->options.comm = &input->comm;
+  }
+  if (input->options.matrices == nullptr) return {};
+  for (uint32_t i = 0; i < input->options.matrix_count; ++i) {
+    MatrixInput matrix{};
+    HYBRIDOPT_ASSIGN(matrix.matrix, ReadElement(input->options.matrices, i, "matrices"));
+    if (matrix.matrix.shard != nullptr) {
+      const std::string name = "matrices[" + std::to_string(i) + "].shard";
+      HYBRIDOPT_ASSIGN(matrix.shard, Read(matrix.matrix.shard, name.c_str()));
+    }
+    input->matrices.push_back(matrix);
+  }
+  return {};
+}
+
 // The body of all calls that queue work of an optimizer. `queue` gets the optimizer and returns the
 // ticket. The caller's pointer for the ticket may be NULL.
 template <typename Queue>
@@ -299,10 +321,11 @@ int32_t offload_context_create(const offload_context_options_t* options,
 int32_t offload_context_destroy(offload_context_t context) {
   return Guard([&]() -> Status {
     const auto check_unused = [](const Context& candidate) -> Status {
-      if (candidate.optimizers() == 0 && candidate.stashes() == 0) return {};
-      return Status::Error(OFFLOAD_INVALID_STATE,
-                           "context still has %u optimizers and %u stashes; destroy them first",
-                           candidate.optimizers(), candidate.stashes());
+      if (candidate.optimizers() + candidate.stashes() + candidate.exchanges() == 0) return {};
+      return Status::Error(
+          OFFLOAD_INVALID_STATE,
+          "context still has %u optimizers, %u stashes and %u exchanges; destroy them first",
+          candidate.optimizers(), candidate.stashes(), candidate.exchanges());
     };
     return Contexts::Instance().Destroy(context, "context", check_unused,
                                         [](Context&) { return Status(); });
@@ -802,6 +825,69 @@ int32_t offload_stash_get_stats(offload_stash_t stash, offload_stash_stats_t* st
     HYBRIDOPT_ASSIGN(const offload_stash_stats_t value, found->Stats());
     Write(stats, value);
     return {};
+  });
+}
+
+// ------------------------------------------------------------------------------------ exchange --
+
+int32_t offload_exchange_plan(offload_context_t context, const offload_exchange_options_t* options,
+                              offload_exchange_plan_t* plan) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
+    HYBRIDOPT_TRY(CheckOutput(plan, "plan"));
+    ExchangeInput input{};
+    HYBRIDOPT_TRY(ReadExchange(options, &input));
+    HYBRIDOPT_ASSIGN(const offload_exchange_plan_t value, Exchange::Plan(*found, input));
+    Write(plan, value);
+    return {};
+  });
+}
+
+int32_t offload_exchange_create(offload_context_t context,
+                                const offload_exchange_options_t* options,
+                                offload_exchange_t* exchange) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Contexts::Instance().Find(context, "context"));
+    HYBRIDOPT_TRY(CheckPointer(exchange, "exchange"));
+    ExchangeInput input{};
+    HYBRIDOPT_TRY(ReadExchange(options, &input));
+    HYBRIDOPT_ASSIGN(std::shared_ptr<Exchange> created, Exchange::Create(found.shared(), input));
+    HYBRIDOPT_ASSIGN(void* const handle, Exchanges::Instance().Insert(std::move(created)));
+    *exchange = static_cast<offload_exchange_t>(handle);
+    return {};
+  });
+}
+
+int32_t offload_exchange_destroy(offload_exchange_t exchange) {
+  return Guard([&]() -> Status {
+    return Exchanges::Instance().Destroy(
+        exchange, "exchange", [](const Exchange&) { return Status(); },
+        [](Exchange& closing) { return closing.Close(); });
+  });
+}
+
+int32_t offload_exchange_home(offload_exchange_t exchange, uint32_t matrix, int32_t* rank) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Exchanges::Instance().Find(exchange, "exchange"));
+    HYBRIDOPT_TRY(CheckPointer(rank, "rank"));
+    HYBRIDOPT_ASSIGN(*rank, found->Home(matrix));
+    return {};
+  });
+}
+
+int32_t offload_exchange_gather(offload_exchange_t exchange, uint32_t matrix, int32_t dtype,
+                                const void* part, void* whole, offload_stream_t stream) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Exchanges::Instance().Find(exchange, "exchange"));
+    return found->Gather(matrix, dtype, part, whole, stream);
+  });
+}
+
+int32_t offload_exchange_scatter(offload_exchange_t exchange, uint32_t matrix, int32_t dtype,
+                                 const void* whole, void* part, offload_stream_t stream) {
+  return Guard([&]() -> Status {
+    HYBRIDOPT_ASSIGN(auto found, Exchanges::Instance().Find(exchange, "exchange"));
+    return found->Scatter(matrix, dtype, whole, part, stream);
   });
 }
 

@@ -1,12 +1,15 @@
 // ThreadComm: ranks that are threads of this process, behind the comm table of offload.h. A call
-// ends when all ranks have made it; values are combined in rank order. A rank can be made to die,
-// to hang or to fail in a call, and a call can be lost or come late.
+// ends when all ranks have made it; values are combined in rank order. An exchange ends when its
+// messages have been copied, in host memory, or between simulated devices. A rank can be made to
+// die, to hang or to fail in a call, and a call can be lost or come late.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <cstring>
+#include <list>
 #include <mutex>
 #include <vector>
 
@@ -29,6 +32,7 @@ class ThreadComm {
     for (int32_t rank = 0; rank < world; ++rank) {
       members_.emplace_back();
       members_.back().comm = this;
+      members_.back().rank = rank;
     }
   }
   ThreadComm(const ThreadComm&) = delete;
@@ -49,7 +53,15 @@ class ThreadComm {
     table.barrier = [](void* user, int64_t timeout_ns) {
       return Meet(user, 'b', static_cast<double*>(nullptr), 0, timeout_ns);
     };
+    table.exchange = Exchange;
+    table.exchange_on_host = members_[static_cast<size_t>(rank)].device == nullptr ? 1 : 0;
     return table;
+  }
+
+  // The messages of the rank's exchanges are in memory of this context's simulated device. To be
+  // called before Table.
+  void ExchangeOnDevice(int32_t rank, offload_context_t device) {
+    members_[static_cast<size_t>(rank)].device = device;
   }
 
   // Concerns calls that have not begun. `call` counts the rank's calls from 0.
@@ -87,6 +99,8 @@ class ThreadComm {
  private:
   struct Member {
     ThreadComm* comm = nullptr;
+    int32_t rank = 0;
+    offload_context_t device = nullptr;
     uint64_t calls = 0;
     Fault fault = Fault::kNone;
     uint64_t fault_call = 0;
@@ -112,6 +126,74 @@ class ThreadComm {
     std::transform(comm.result_.begin(), comm.result_.end(), values,
                    [](double value) { return static_cast<T>(value); });
     return OFFLOAD_OK;
+  }
+
+  // One side of a message.
+  struct Side {
+    int32_t from, to;
+    bool sends;
+    void* data;
+    uint64_t bytes;
+    int32_t status = kWaits;
+
+    bool Matches(const Side& other) const {
+      return from == other.from && to == other.to && sends != other.sends && other.status == kWaits;
+    }
+  };
+  static constexpr int32_t kWaits = -1;
+
+  static int32_t Exchange(void* user, const offload_message_t* messages, uint32_t count,
+                          offload_stream_t stream, int64_t timeout_ns) {
+    Member& member = *static_cast<Member*>(user);
+    std::list<Side> sides;
+    for (uint32_t i = 0; i < count; ++i) {
+      const offload_message_t& message = messages[i];
+      const int32_t ends[] = {member.rank, message.rank};
+      const bool sends = message.sends != 0;
+      sides.push_back(
+          {ends[sends ? 0 : 1], ends[sends ? 1 : 0], sends, message.data, message.bytes});
+      if (member.device != nullptr && offload_device_map(member.device, message.data, message.bytes,
+                                                         &sides.back().data) != OFFLOAD_OK)
+        return OFFLOAD_INTERNAL;
+    }
+    if (member.device != nullptr)
+      if (const int32_t status = offload_stream_synchronize(member.device, stream, timeout_ns);
+          status != OFFLOAD_OK)
+        return status;
+    return member.comm->ExchangeSides(member, sides, timeout_ns);
+  }
+
+  int32_t ExchangeSides(Member& member, std::list<Side>& sides, int64_t timeout_ns) {
+    std::unique_lock lock(mutex_);
+    if (IsFaulty(member)) {
+      if (member.fault != Fault::kDelay) return Misbehave(member, timeout_ns, lock);
+      changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns / 2), [] { return false; });
+    }
+    for (Side& side : sides) Copy(side);
+    const auto all_done = [&] {
+      return std::none_of(sides.begin(), sides.end(),
+                          [](const Side& side) { return side.status == kWaits; });
+    };
+    (void)changed_.wait_for(lock, std::chrono::nanoseconds(std::min(timeout_ns, kYearsNs)),
+                            [&] { return all_done() || dead_; });
+    for (Side& side : sides) waiting_.remove(&side);  // nobody touches their memory any more
+    if (!all_done()) return dead_ ? OFFLOAD_COMM_FAILED : OFFLOAD_TIMED_OUT;
+    int32_t status = OFFLOAD_OK;
+    for (const Side& side : sides) status = std::max(status, side.status);
+    return status;
+  }
+
+  // Copies the message if the other side is there; else leaves it for that.
+  void Copy(Side& side) {
+    const auto other = std::find_if(waiting_.begin(), waiting_.end(),
+                                    [&](const Side* each) { return side.Matches(*each); });
+    if (other == waiting_.end()) return waiting_.push_back(&side);
+    const Side& from = side.sends ? side : **other;
+    const Side& to = side.sends ? **other : side;
+    const bool fits = from.bytes == to.bytes;
+    if (fits) std::memcpy(to.data, from.data, to.bytes);
+    side.status = (*other)->status = fits ? OFFLOAD_OK : OFFLOAD_INTERNAL;  // ranks out of step
+    changed_.notify_all();
   }
 
   // Counts the call.
@@ -176,6 +258,7 @@ class ThreadComm {
   size_t arrived_ = 0;
   uint64_t meetings_ = 0;
   std::vector<double> result_;
+  std::list<Side*> waiting_;  // in the order of their calls
   bool dead_ = false;
   std::chrono::nanoseconds hang_{kYearsNs};
   bool released_ = false;

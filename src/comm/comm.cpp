@@ -11,15 +11,27 @@ Status Comm::Check(const offload_comm_t& functions) {
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "comm.rank is %d and comm.world is %d, expected 0 <= rank < world",
                          functions.rank, functions.world);
-  if (functions.reserved != 0)
-    return Status::Error(OFFLOAD_UNSUPPORTED, "comm.reserved is %u, expected 0",
-                         functions.reserved);
+  if (functions.reserved != 0 || functions.reserved1 != 0)
+    return Status::Error(OFFLOAD_UNSUPPORTED, "comm.%s is %u, expected 0",
+                         functions.reserved != 0 ? "reserved" : "reserved1",
+                         functions.reserved != 0 ? functions.reserved : functions.reserved1);
+  if (functions.exchange_on_host < 0 || functions.exchange_on_host > 1)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT, "comm.exchange_on_host is %d, expected 0 or 1",
+                         functions.exchange_on_host);
   if (functions.sum == nullptr || functions.max == nullptr || functions.barrier == nullptr)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "comm.%s is NULL, expected a function",
                          functions.sum == nullptr   ? "sum"
                          : functions.max == nullptr ? "max"
                                                     : "barrier");
   return {};
+}
+
+Status Comm::CheckExchange(const offload_comm_t& functions) {
+  HYBRIDOPT_TRY(Check(functions));
+  if (functions.exchange != nullptr) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "comm.exchange is NULL, expected a function that sends and receives; tables "
+                       "of offload_mpi.h and offload_nccl.h have one");
 }
 
 Status Comm::AgreeOnNorm(double* sum, bool* finite) const {
@@ -41,6 +53,14 @@ Status Comm::AgreeOnMax(int32_t* values, uint32_t count) const {
 
 Status Comm::AgreeOnMaxOfAll(int32_t* values, uint32_t count) const {
   return Call("max", [&] { return functions_.max(functions_.user, values, count, timeout_ns_); });
+}
+
+Status Comm::Exchange(std::span<const offload_message_t> messages, offload_stream_t stream) const {
+  if (messages.empty()) return {};
+  return Call("exchange", [&] {
+    return functions_.exchange(functions_.user, messages.data(),
+                               static_cast<uint32_t>(messages.size()), stream, timeout_ns_);
+  });
 }
 
 Status Comm::GiveUpIfStuck() const {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <mutex>
+#include <span>
 
 #include "base/function_ref.h"
 #include "base/status.h"
@@ -17,6 +18,8 @@ class Comm {
 
   // INVALID_ARGUMENT names the field.
   static Status Check(const offload_comm_t& functions);
+  // For tables by which messages go, too.
+  static Status CheckExchange(const offload_comm_t& functions);
 
   bool present() const { return present_; }
   int32_t rank() const { return functions_.rank; }
@@ -32,6 +35,8 @@ class Comm {
   Status GiveUpIfStuck() const;
   // Replaces each of `count` values by its maximum over all ranks. Does nothing in a world of 1.
   Status AgreeOnMax(int32_t* values, uint32_t count) const;
+  // Sends and receives messages; see offload_comm_t. COMM_FAILED as above.
+  Status Exchange(std::span<const offload_message_t> messages, offload_stream_t stream) const;
 
  private:
   Status AgreeOnMaxOfAll(int32_t* values, uint32_t count) const;

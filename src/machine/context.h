@@ -81,6 +81,9 @@ class Context {
   void StashCreated() { stashes_ += 1; }
   void StashDestroyed() { stashes_ -= 1; }
   uint32_t stashes() const { return stashes_; }
+  void ExchangeCreated() { exchanges_ += 1; }
+  void ExchangeDestroyed() { exchanges_ -= 1; }
+  uint32_t exchanges() const { return exchanges_; }
 
   Result<offload_context_info_t> Info() const;
   void Log(int32_t level, const char* text) const;
@@ -110,6 +113,7 @@ class Context {
   uint64_t pinned_bytes_ = 0;  // guarded by pinned_mutex_
   std::atomic<uint32_t> optimizers_ = 0;
   std::atomic<uint32_t> stashes_ = 0;
+  std::atomic<uint32_t> exchanges_ = 0;
   std::mutex given_out_mutex_;
   std::set<void*> allocations_;     // guarded by given_out_mutex_
   std::set<StreamHandle> streams_;  // guarded by given_out_mutex_

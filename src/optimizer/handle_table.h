@@ -22,7 +22,13 @@
 
 namespace hybridopt {
 
-enum class HandleKind : uint8_t { kContext = 1, kOptimizer = 2, kStash = 3, kPool = 4 };
+enum class HandleKind : uint8_t {
+  kContext = 1,
+  kOptimizer = 2,
+  kStash = 3,
+  kPool = 4,
+  kExchange = 5
+};
 
 // An object behind a handle, and how many calls are using it now.
 template <typename Object>

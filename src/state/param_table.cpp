@@ -41,12 +41,13 @@ Result<MatrixShape> MatrixOf(const Shard& shard) {
   if (count > 0)
     is_whole = is_whole && shard.range_begin % count == 0 && shard.range_count % count == 0;
   if (is_whole || shard.range_count == 0) return matrix;
-  return Status::Error(OFFLOAD_UNSUPPORTED,
-                       "the shard cuts matrices of %llu x %llu, but its group's algorithm is Muon, "
-                       "which needs whole ones; give each matrix to one rank, or use a group of "
-                       "another algorithm",
-                       static_cast<unsigned long long>(matrix.rows),
-                       static_cast<unsigned long long>(matrix.cols));
+  return Status::Error(
+      OFFLOAD_UNSUPPORTED,
+      "the shard cuts matrices of %llu x %llu, but its group's algorithm is Muon, "
+      "which needs whole ones; give each matrix to one rank, to which "
+      "offload_exchange_create lets you bring the parts, or use a group of another "
+      "algorithm",
+      static_cast<unsigned long long>(matrix.rows), static_cast<unsigned long long>(matrix.cols));
 }
 
 // The parts of a matrix by the list of the caller, which is repeated until it has all rows.

@@ -56,7 +56,9 @@ awk '
   }
   /^\}/ { inside = ""; next }
   inside == "enum" { list($0) }
+  inside == "struct" && /\(\*/ && !/;/ { begun = $0; next }  # a pointer to a function, in two lines
   inside == "struct" && /;/ {
+    $0 = begun $0; begun = ""
     if (sub(/.*\(\*/, "")) sub(/\).*/, "")  # a pointer to a function
     sub(/(\[[^]]*\])*;.*/, ""); sub(/.*[ *]/, ""); fields = fields " " $0
   }

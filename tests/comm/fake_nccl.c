@@ -1,5 +1,5 @@
 /* Stands for libnccl: of one rank. FAKE_NCCL_VERSION is what it calls itself; FAKE_NCCL=hang or
- * =error in the environment makes gathers do that. */
+ * =error in the environment makes gathers and groups do that; FAKE_NCCL=refuse makes sends fail. */
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,9 +12,11 @@ typedef struct {
 
 static int hangs(void) { return getenv("FAKE_NCCL") && !strcmp(getenv("FAKE_NCCL"), "hang"); }
 static int fails(void) { return getenv("FAKE_NCCL") && !strcmp(getenv("FAKE_NCCL"), "error"); }
+static int refuses(void) { return getenv("FAKE_NCCL") && !strcmp(getenv("FAKE_NCCL"), "refuse"); }
 static int gathered = 0;
 
 EXPORT int fake_nccl_aborted = 0;
+EXPORT int fake_nccl_groups = 0; /* that have begun and not ended */
 
 EXPORT int ncclGetVersion(int* version) {
   *version = FAKE_NCCL_VERSION;
@@ -42,6 +44,23 @@ EXPORT int ncclCommInitRankConfig(void** comm, int world, UniqueId id, int rank,
 EXPORT int ncclAllGather(const void* send, void* receive, size_t count, int type, void* comm,
                          void* stream) {
   (void)send, (void)receive, (void)count, (void)type, (void)comm, (void)stream;
+  gathered = 1;
+  return 7;
+}
+EXPORT int ncclGroupStart(void) {
+  fake_nccl_groups += 1;
+  return 0;
+}
+EXPORT int ncclSend(const void* data, size_t count, int type, int rank, void* comm, void* stream) {
+  (void)data, (void)count, (void)type, (void)comm, (void)stream;
+  return refuses() || rank != 0 || fake_nccl_groups != 1 ? 4 : 7;
+}
+EXPORT int ncclRecv(void* data, size_t count, int type, int rank, void* comm, void* stream) {
+  (void)data, (void)count, (void)type, (void)comm, (void)stream;
+  return rank != 0 || fake_nccl_groups != 1 ? 4 : 7;
+}
+EXPORT int ncclGroupEnd(void) {
+  fake_nccl_groups -= 1;
   gathered = 1;
   return 7;
 }

@@ -1,6 +1,6 @@
 // The program that mpi_test.sh runs under mpirun, one mode in each run: the table itself, whole
-// steps over it, refused calls, and ranks that exit or hang. Its exit status is 0 if all results
-// are right.
+// steps over it, matrices that ranks cut, refused calls, and ranks that exit or hang. Its exit
+// status is 0 if all results are right.
 #include <offload_mpi.h>
 #include <unistd.h>
 
@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "../differential/cut_matrices.h"
 #include "ranks.h"
 
 namespace hybridopt {
@@ -72,6 +73,8 @@ int Table() {
   EXPECT(std::string(offload_mpi_last_error()).empty());
   offload_comm_t table = MakeTable();
   CheckReductions(table);
+  EXPECT(table.exchange_on_host == 1);
+  for (int round = 0; round < 3; ++round) CheckExchange(table, HostMemory());
   MPI_Win window;
   CheckBarrier(table, NewSharedCounter(&window));
   MPI_Win_free(&window);
@@ -138,6 +141,47 @@ int Step() {
   return 0;
 }
 
+// ------------------------------------------------------------------------------------ exchange --
+
+// Matrices cut by rows, trained over two tables: the bits of a run with the whole ones.
+int Exchange() {
+  Init();
+  CutProblem problem;
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{40, 24}, {16, 50}, {5, 9, 14}}) {
+    CutTensor tensor{
+        "matrix " + std::to_string(problem.tensors.size()), shape, OFFLOAD_BF16, OFFLOAD_FP32, {}};
+    for (int64_t of = 0; of < world; ++of) {
+      Piece piece;
+      piece.shape = piece.extents = shape;
+      piece.offsets.resize(shape.size());
+      piece.offsets[0] = shape[0] * of / world;
+      piece.extents[0] = shape[0] * (of + 1) / world - piece.offsets[0];
+      piece.box_count = 1;
+      piece.count = ElementsOf(piece.extents);
+      tensor.pieces.push_back(piece);
+    }
+    problem.tensors.push_back(tensor);
+  }
+  const auto expected = TrainWhole(problem, kSteps, {});
+  for (const Setting& setting : Settings()) {
+    offload_comm_t exchanges = MakeTable(), steps = MakeTable();
+    {
+      CutRank own(problem, rank, setting.context);
+      own.Open(exchanges, steps);
+      for (size_t step = 0; step < kSteps; ++step) {
+        own.Step(step);
+        const std::string difference = own.Difference(expected[step + 1]);
+        if (!difference.empty()) std::fprintf(stderr, "%s\n", difference.c_str());
+        EXPECT(difference.empty());
+      }
+    }
+    EXPECT(offload_mpi_destroy(&exchanges) == OFFLOAD_OK);
+    EXPECT(offload_mpi_destroy(&steps) == OFFLOAD_OK);
+  }
+  MPI_Finalize();
+  return 0;
+}
+
 // --------------------------------------------------------------------------------- bad endings --
 
 void HangForEver() {
@@ -146,9 +190,23 @@ void HangForEver() {
 
 void ExitEarly() { _exit(5); }
 
+// Rank 1, which is lost, sends nothing.
+void MissMessage(const offload_comm_t& table, bool it_hangs) {
+  auto message = Make<offload_message_t>();
+  message.rank = 1;
+  message.data = &message.bytes;
+  message.bytes = sizeof(message.bytes);
+  const int32_t status = table.exchange(table.user, &message, 1, nullptr, 100'000'000);
+  EXPECT(status == OFFLOAD_TIMED_OUT || (!it_hangs && status == OFFLOAD_COMM_FAILED));
+  if (it_hangs) EXPECT(Says(offload_mpi_last_error(), "MPI_Isend and MPI_Irecv, rank "));
+  EXPECT(table.exchange(table.user, &message, 1, nullptr, kLongNs) == OFFLOAD_COMM_FAILED);
+  EXPECT(Says(offload_mpi_last_error(), "out of step for good"));
+}
+
 // Rank 1 makes one step with the others and then stops; `vanish` is the way in which it stops.
 int Lose(void (*vanish)()) {
   Init();
+  offload_comm_t messages = MakeTable();
   offload_comm_t table = MakeTable();
   // MPI itself may notice an exit, but not a rank that hangs.
   LoseRank1(Settings()[1], table, vanish,
@@ -157,6 +215,8 @@ int Lose(void (*vanish)()) {
   EXPECT(table.sum(table.user, &value, 1, kLongNs) == OFFLOAD_COMM_FAILED);  // at once
   EXPECT(Says(offload_mpi_last_error(), "an earlier call failed"));
   EXPECT(offload_mpi_destroy(&table) == OFFLOAD_OK);
+  MissMessage(messages, vanish == HangForEver);
+  EXPECT(offload_mpi_destroy(&messages) == OFFLOAD_OK);
   std::printf("rank %d has destroyed all\n", rank);
   std::fflush(stdout);
   if (rank != 0) {
@@ -180,8 +240,9 @@ int main(int argc, char** argv) {
   if (mode == "table") return hybridopt::Table();
   if (mode == "state") return hybridopt::State();
   if (mode == "step") return hybridopt::Step();
+  if (mode == "exchange") return hybridopt::Exchange();
   if (mode == "hang") return hybridopt::Lose(hybridopt::HangForEver);
   if (mode == "exit") return hybridopt::Lose(hybridopt::ExitEarly);
-  std::fprintf(stderr, "usage: mpi_ranks table|state|step|hang|exit\n");
+  std::fprintf(stderr, "usage: mpi_ranks table|state|step|exchange|hang|exit\n");
   return 2;
 }

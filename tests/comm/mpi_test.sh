@@ -15,7 +15,7 @@ fail() {
 }
 
 case $mode in
-  table | step)
+  table | step | exchange)
     for ranks in 1 2 4; do
       run 90 "$ranks" || fail "$ranks ranks"
     done

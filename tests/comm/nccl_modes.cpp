@@ -126,6 +126,27 @@ void Broken(const char* library, const char* how, int32_t code, const char* word
   EXPECT(*static_cast<int*>(dlsym(fake, "fake_nccl_aborted")) == 1);
 }
 
+// The same for an exchange: the group is ended, and the communicator aborted once.
+void BrokenExchange(const char* library, const char* how, int32_t code, const char* words) {
+  setenv("FAKE_NCCL", how, 1);
+  NameLibrary(library);
+  offload_comm_t table = Create();
+  EXPECT(table.exchange_on_host == 0);
+  double data[2] = {};
+  offload_message_t messages[2] = {};
+  for (int i = 0; i < 2; ++i)
+    messages[i] = {sizeof(messages[i]), 0, i, 0, &data[i], sizeof(data[i])};
+  EXPECT(table.exchange(table.user, messages, 2, nullptr, 50'000'000) == code);
+  EXPECT(LastErrorHas(words) && LastErrorHas("rank 0 of 1"));
+  EXPECT(table.exchange(table.user, messages, 2, nullptr, kLongNs) == OFFLOAD_COMM_FAILED);
+  EXPECT(LastErrorHas("out of step for good"));
+  void* const fake = dlopen(library, RTLD_NOLOAD | RTLD_LAZY);
+  EXPECT(fake != nullptr);
+  EXPECT(offload_nccl_destroy(&table) == OFFLOAD_OK);
+  EXPECT(*static_cast<int*>(dlsym(fake, "fake_nccl_aborted")) == 1);
+  EXPECT(*static_cast<int*>(dlsym(fake, "fake_nccl_groups")) == 0);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -146,6 +167,12 @@ int main(int argc, char** argv) {
     Broken(argv[2], "hang", OFFLOAD_TIMED_OUT, "not all ranks came in time");
   } else if (mode == "error" && argc == 3) {
     Broken(argv[2], "error", OFFLOAD_COMM_FAILED, "remote error");
+  } else if (mode == "hang_exchange" && argc == 3) {
+    BrokenExchange(argv[2], "hang", OFFLOAD_TIMED_OUT, "not all ranks came in time");
+  } else if (mode == "error_exchange" && argc == 3) {
+    BrokenExchange(argv[2], "error", OFFLOAD_COMM_FAILED, "remote error");
+  } else if (mode == "refuse_exchange" && argc == 3) {
+    BrokenExchange(argv[2], "refuse", OFFLOAD_COMM_FAILED, "ncclSend and ncclRecv");
   } else {
     Fail("the arguments make no sense");
   }

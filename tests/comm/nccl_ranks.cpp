@@ -46,6 +46,22 @@ offload_comm_t MakeTable() {
   return table;
 }
 
+// Of this rank's device.
+MessageMemory DeviceMemory() {
+  return {[](size_t bytes) {
+            void* memory = nullptr;
+            int before = 0;
+            EXPECT(cudaGetDevice(&before) == cudaSuccess && cudaSetDevice(rank) == cudaSuccess);
+            EXPECT(cudaMalloc(&memory, bytes) == cudaSuccess);
+            EXPECT(cudaSetDevice(before) == cudaSuccess);
+            return memory;
+          },
+          [](void* to, const void* from, size_t bytes) {
+            EXPECT(cudaMemcpy(to, from, bytes, cudaMemcpyDefault) == cudaSuccess);
+          },
+          [](void* memory) { EXPECT(cudaFree(memory) == cudaSuccess); }};
+}
+
 void ExpectDevice(int expected) {
   int device = -1;
   EXPECT(cudaGetDevice(&device) == cudaSuccess && device == expected);
@@ -57,6 +73,8 @@ int Table() {
   offload_comm_t table = MakeTable();
   ExpectDevice((rank + 1) % world);
   CheckReductions(table);
+  EXPECT(table.exchange_on_host == 0);
+  CheckExchange(table, DeviceMemory());
   CheckBarrier(table, &shared->barrier_counter);
   ExpectDevice((rank + 1) % world);
   EXPECT(offload_nccl_destroy(&table) == OFFLOAD_OK);

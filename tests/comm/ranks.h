@@ -88,6 +88,56 @@ inline void CheckBarrier(const offload_comm_t& table, int* counter) {
   }
 }
 
+// The memory in which a table's messages are.
+struct MessageMemory {
+  std::function<void*(size_t bytes)> take;
+  std::function<void(void* to, const void* from, size_t bytes)> copy;
+  std::function<void(void*)> free;
+};
+
+inline MessageMemory HostMemory() {
+  return {[](size_t bytes) { return std::malloc(bytes); },
+          [](void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); },
+          [](void* memory) { std::free(memory); }};
+}
+
+inline Bytes MessageOf(int from, int to, size_t index) {
+  constexpr size_t kBytes[] = {1, 70'000, 4099};
+  Random random(static_cast<uint64_t>(from * 100 + to * 10) + index);
+  Bytes bytes(kBytes[index] + static_cast<size_t>(from));
+  for (std::byte& each : bytes) each = static_cast<std::byte>(random.Below(256));
+  return bytes;
+}
+
+// Three messages from every rank to every other one, all at the same time.
+inline void CheckExchange(const offload_comm_t& table, const MessageMemory& memory) {
+  std::vector<offload_message_t> messages;
+  for (size_t index = 0; index < 3; ++index) {
+    for (int other = 0; other < world; ++other) {
+      if (other == rank) continue;
+      for (const bool sends : {false, true}) {
+        const Bytes bytes = sends ? MessageOf(rank, other, index) : MessageOf(other, rank, index);
+        auto message = Make<offload_message_t>();
+        message.rank = other;
+        message.sends = sends ? 1 : 0;
+        message.data = memory.take(bytes.size());
+        message.bytes = bytes.size();
+        if (sends) memory.copy(message.data, bytes.data(), bytes.size());
+        messages.push_back(message);
+      }
+    }
+  }
+  EXPECT(table.exchange(table.user, messages.data(), static_cast<uint32_t>(messages.size()),
+                        nullptr, kLongNs) == OFFLOAD_OK);
+  for (size_t i = 0; i < messages.size(); ++i) {
+    const size_t index = i / (2 * static_cast<size_t>(world - 1));
+    Bytes got(messages[i].bytes);
+    memory.copy(got.data(), messages[i].data, got.size());
+    if (messages[i].sends == 0) EXPECT(got == MessageOf(messages[i].rank, rank, index));
+    memory.free(messages[i].data);
+  }
+}
+
 // --------------------------------------------------------------------------------------- steps --
 
 inline constexpr size_t kSteps = 6;

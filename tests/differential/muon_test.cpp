@@ -898,8 +898,9 @@ TEST(Muon, WhatIsNoWholeMatrixIsRefused) {
               {"'w'", "has 1 dimensions", "group of another algorithm"});
   ExpectError(AddParam(optimizer, {2, 2, 2, 2}, {0, 0, 0, 0}, {2, 2, 2, 2}),
               OFFLOAD_INVALID_ARGUMENT, {"has 4 dimensions", "expected 2"});
-  ExpectError(AddParam(optimizer, {4, 6}, {0, 0}, {2, 6}), OFFLOAD_UNSUPPORTED,
-              {"cuts matrices of 4 x 6", "give each matrix to one rank"});
+  ExpectError(
+      AddParam(optimizer, {4, 6}, {0, 0}, {2, 6}), OFFLOAD_UNSUPPORTED,
+      {"cuts matrices of 4 x 6", "give each matrix to one rank, to which offload_exchange_create"});
   ExpectError(AddParam(optimizer, {4, 6}, {0, 2}, {4, 4}), OFFLOAD_UNSUPPORTED,
               {"cuts matrices of 4 x 6"});
   ExpectError(AddParam(optimizer, {3, 4, 6}, {0, 0, 0}, {3, 2, 6}), OFFLOAD_UNSUPPORTED,

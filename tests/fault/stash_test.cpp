@@ -481,7 +481,7 @@ TEST_P(StashTest, AContextWithAStashIsNotDestroyedAndAStashWithTicketsIs) {
   User user(GetParam());
   const offload_stash_ticket_t ticket = user.Push(1);
   ExpectError(offload_context_destroy(user.context), OFFLOAD_INVALID_STATE,
-              {"context still has 0 optimizers and 1 stashes", "destroy them first"});
+              {"context still has 0 optimizers, 1 stashes", "destroy them first"});
   EXPECT_OFFLOAD_OK(user.Prefetch(ticket));
   user.Push(2);
   EXPECT_OFFLOAD_OK(offload_stash_destroy(user.stash));

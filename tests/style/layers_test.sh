@@ -1,6 +1,6 @@
 #!/bin/bash
 # Includes inside src/ go downward only:
-#   abi -> optimizer -> {step, move, save, stash} -> state_io -> place -> {state, machine}
+#   abi -> optimizer -> {step, move, save, stash, exchange} -> state_io -> place -> {state, machine}
 #       -> {checkpoint, comm} -> {memory, runtime} -> device -> kernels -> base
 # Layers in braces are neighbours and do not include each other.
 # Usage: layers_test.sh SOURCE_DIR
@@ -14,7 +14,7 @@ check_layers() {
       rank["base"] = 0; rank["kernels"] = 1; rank["device"] = 2; rank["memory"] = 3
       rank["runtime"] = 3; rank["checkpoint"] = 4; rank["comm"] = 4; rank["machine"] = 5
       rank["state"] = 5; rank["place"] = 6; rank["state_io"] = 7; rank["step"] = 8
-      rank["save"] = 8; rank["stash"] = 8; rank["move"] = 8
+      rank["save"] = 8; rank["stash"] = 8; rank["move"] = 8; rank["exchange"] = 8
       rank["optimizer"] = 9; rank["abi"] = 10
     }
     function layer(path) { sub(/[\/.].*/, "", path); return path }

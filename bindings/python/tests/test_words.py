@@ -25,7 +25,7 @@ OF_C = re.compile(r"OFFLOAD_\w+|\boffload_[a-z]+_\w+|\boffload_(?:params|grads|s
 ONLY_IN_C = {
     "OFFLOAD_CHANGES_ON_DEVICE", "OFFLOAD_CHANGES_WIDE", "OFFLOAD_DEVICE_CUDA", "OFFLOAD_DEVICE_HOST", "OFFLOAD_DEVICE_SIM", "OFFLOAD_MASTER", "OFFLOAD_PLACE_AUTO",
     "OFFLOAD_PLACE_DISK", "OFFLOAD_PLACE_HOST", "OFFLOAD_ROUND_NEAREST", "OFFLOAD_ROUND_STOCHASTIC", "OFFLOAD_SHARD_RANGE", "OFFLOAD_STASH_KEEP", "OFFLOAD_STEP_FOLLOW_PARAMS",
-    "offload_device_alloc", "offload_device_download", "offload_device_upload", "offload_mpi_create",
+    "offload_device_alloc", "offload_device_download", "offload_device_upload", "offload_exchange_create", "offload_mpi_create",
     "offload_nccl_create", "offload_optimizer_changes", "offload_optimizer_reload_params", "offload_pool_enter", "offload_pool_take_memory", "offload_stash_mark", "offload_stash_prefetch", "offload_stash_push", "offload_state_kind",
     "offload_stream_create", "offload_stream_run",
 }  # fmt: skip

@@ -1,9 +1,11 @@
 // The comm table over MPI, in a small library of its own: no other part of the project uses MPI.
 //
-// Every call is a non-blocking gather that is polled until the timeout, because MPI's blocking
-// calls have none.
+// Every call is a non-blocking one that is polled until the timeout, because MPI's blocking calls
+// have none.
 #include <offload_mpi.h>
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <vector>
@@ -22,7 +24,8 @@ int32_t FailMpi(const char* call, int error) {
 
 class MpiRanks final : public Ranks {
  public:
-  MpiRanks(int32_t rank, int32_t world) : Ranks(rank, world), buffer_(BufferBytes()) {}
+  MpiRanks(int32_t rank, int32_t world)
+      : Ranks(rank, world, Memory::kHost), buffer_(BufferBytes()) {}
 
   // On an error there is no communicator to free.
   int32_t Initialize(MPI_Comm communicator) {
@@ -55,8 +58,63 @@ class MpiRanks final : public Ranks {
     }
   }
 
+  int32_t Carry(const offload_message_t* messages, uint32_t count, void*,
+                Clock::time_point deadline) override {
+    size_t bytes = 0;
+    for (uint32_t i = 0; i < count; ++i) bytes += MessageAt(messages, i).bytes;
+    if (carried_.size() < bytes) carried_ = std::vector<std::byte>(bytes);
+    requests_.clear();
+    std::byte* next = carried_.data();
+    for (uint32_t i = 0; i < count; ++i) {
+      const offload_message_t& message = MessageAt(messages, i);
+      if (message.sends != 0) std::memcpy(next, message.data, message.bytes);
+      if (int32_t status = Start(message, next); status != OFFLOAD_OK) return status;
+      next += message.bytes;
+    }
+    if (int32_t status = AwaitRequests(deadline); status != OFFLOAD_OK) return status;
+    next = carried_.data();
+    for (uint32_t i = 0; i < count; ++i) {
+      const offload_message_t& message = MessageAt(messages, i);
+      if (message.sends == 0) std::memcpy(message.data, next, message.bytes);
+      next += message.bytes;
+    }
+    return OFFLOAD_OK;
+  }
+
+  // In pieces, because MPI counts bytes with an int. The messages of two ranks arrive in order.
+  int32_t Start(const offload_message_t& message, std::byte* data) {
+    constexpr uint64_t kPieceBytes = uint64_t{1} << 30;
+    for (uint64_t begin = 0; begin < message.bytes; begin += kPieceBytes) {
+      const int bytes = static_cast<int>(std::min(kPieceBytes, message.bytes - begin));
+      MPI_Request request = MPI_REQUEST_NULL;
+      const int error =
+          message.sends != 0
+              ? MPI_Isend(data + begin, bytes, MPI_BYTE, message.rank, 0, communicator_, &request)
+              : MPI_Irecv(data + begin, bytes, MPI_BYTE, message.rank, 0, communicator_, &request);
+      if (error != MPI_SUCCESS)
+        return FailMpi(message.sends != 0 ? "MPI_Isend" : "MPI_Irecv", error);
+      requests_.push_back(request);
+    }
+    return OFFLOAD_OK;
+  }
+
+  int32_t AwaitRequests(Clock::time_point deadline) {
+    Poll poll(deadline);
+    for (;;) {
+      int done = 0;
+      const int error = MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &done,
+                                    MPI_STATUSES_IGNORE);
+      if (error != MPI_SUCCESS) return FailMpi("MPI_Testall", error);
+      if (done != 0) return OFFLOAD_OK;
+      if (!poll.Again()) return TimedOut("MPI_Isend and MPI_Irecv");
+    }
+  }
+
   MPI_Comm communicator_ = MPI_COMM_NULL;
-  std::vector<std::byte> buffer_;  // MPI may use it until a gather ends, which may be never
+  // MPI may use these until a call ends, which may be never.
+  std::vector<std::byte> buffer_;
+  std::vector<std::byte> carried_;  // copies of an exchange's messages
+  std::vector<MPI_Request> requests_;
 };
 
 // -------------------------------------------------------------------------------------- checks --

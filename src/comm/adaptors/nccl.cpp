@@ -1,7 +1,7 @@
 // The comm table over NCCL, in a small library of its own: no other part of the project uses NCCL.
 //
-// Every call is a gather of bytes that is polled until the timeout. The communicator is
-// non-blocking, so that no call of NCCL blocks.
+// Every call is polled until the timeout. The communicator is non-blocking, so that no call of NCCL
+// blocks.
 #include <memory>
 #include <new>
 
@@ -52,7 +52,7 @@ class OnDevice {
 class NcclRanks final : public Ranks {
  public:
   NcclRanks(const NcclFunctions& nccl, int32_t rank, int32_t world, int device)
-      : Ranks(rank, world), nccl_(nccl), device_(device) {}
+      : Ranks(rank, world, Memory::kDevice), nccl_(nccl), device_(device) {}
 
   ~NcclRanks() override {
     const OnDevice on_device(device_);
@@ -94,7 +94,39 @@ class NcclRanks final : public Ranks {
       return status;
     TRY_CUDA(cudaMemcpyAsync(AllOf(buffer()), all, bytes * static_cast<size_t>(world()),
                              cudaMemcpyDeviceToHost, stream_));
-    TRY_CUDA(cudaEventRecord(done_, stream_));
+    return AwaitStream(stream_, "ncclAllGather", deadline);
+  }
+
+  int32_t Carry(const offload_message_t* messages, uint32_t count, void* stream,
+                Clock::time_point deadline) override {
+    const OnDevice on_device(device_);
+    const int32_t status =
+        CarryOnStream(messages, count, static_cast<cudaStream_t>(stream), deadline);
+    if (status != OFFLOAD_OK) Abort();
+    return status;
+  }
+
+  // All messages are one group: NCCL sends and receives them at the same time.
+  int32_t CarryOnStream(const offload_message_t* messages, uint32_t count, cudaStream_t stream,
+                        Clock::time_point deadline) {
+    NcclOutcome started = nccl_.group_start();
+    for (uint32_t i = 0; i < count && !IsError(started); ++i) {
+      const offload_message_t& message = MessageAt(messages, i);
+      started = message.sends != 0 ? nccl_.send(message.data, message.bytes, kNcclBytes,
+                                                message.rank, communicator_, stream)
+                                   : nccl_.receive(message.data, message.bytes, kNcclBytes,
+                                                   message.rank, communicator_, stream);
+    }
+    const NcclOutcome ended = nccl_.group_end();
+    if (IsError(started)) return FailNccl("ncclSend and ncclRecv", started);
+    if (int32_t status = AwaitNccl(ended, "ncclGroupEnd", deadline); status != OFFLOAD_OK)
+      return status;
+    return AwaitStream(stream, "ncclSend and ncclRecv", deadline);
+  }
+
+  // Waits until a stream has reached its end, to which `call` has been queued.
+  int32_t AwaitStream(cudaStream_t stream, const char* call, Clock::time_point deadline) {
+    TRY_CUDA(cudaEventRecord(done_, stream));
     Poll poll(deadline);
     for (;;) {
       const cudaError_t reached = cudaEventQuery(done_);
@@ -102,10 +134,13 @@ class NcclRanks final : public Ranks {
       if (reached != cudaErrorNotReady) return FailCuda("cudaEventQuery", reached);
       NcclOutcome error = kNcclSuccess;
       (void)nccl_.async_error(communicator_, &error);
-      if (error != kNcclSuccess && error != kNcclInProgress)
-        return FailNccl("ncclAllGather", error);
-      if (!poll.Again()) return TimedOut("ncclAllGather");
+      if (IsError(error)) return FailNccl(call, error);
+      if (!poll.Again()) return TimedOut(call);
     }
+  }
+
+  static bool IsError(NcclOutcome outcome) {
+    return outcome != kNcclSuccess && outcome != kNcclInProgress;
   }
 
   // Waits until a call that has been started is queued on its stream or has failed.

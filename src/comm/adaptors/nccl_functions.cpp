@@ -61,6 +61,10 @@ bool Load(NcclFunctions* functions, std::string* why) {
          Take(library, "ncclCommInitRankConfig", &functions->init_rank, why) &&
          Take(library, "ncclCommGetAsyncError", &functions->async_error, why) &&
          Take(library, "ncclAllGather", &functions->all_gather, why) &&
+         Take(library, "ncclGroupStart", &functions->group_start, why) &&
+         Take(library, "ncclSend", &functions->send, why) &&
+         Take(library, "ncclRecv", &functions->receive, why) &&
+         Take(library, "ncclGroupEnd", &functions->group_end, why) &&
          Take(library, "ncclCommAbort", &functions->abort, why) &&
          Take(library, "ncclGetErrorString", &functions->error_string, why);
 }

@@ -26,6 +26,10 @@ struct NcclFunctions {
   NcclOutcome (*init_rank)(NcclCommunicator**, int world, offload_nccl_id_t, int rank, NcclConfig*);
   NcclOutcome (*async_error)(NcclCommunicator*, NcclOutcome*);
   NcclOutcome (*all_gather)(const void*, void*, size_t, int, NcclCommunicator*, cudaStream_t);
+  NcclOutcome (*group_start)();
+  NcclOutcome (*send)(const void*, size_t, int type, int rank, NcclCommunicator*, cudaStream_t);
+  NcclOutcome (*receive)(void*, size_t, int type, int rank, NcclCommunicator*, cudaStream_t);
+  NcclOutcome (*group_end)();
   NcclOutcome (*abort)(NcclCommunicator*);
   const char* (*error_string)(NcclOutcome);
 };

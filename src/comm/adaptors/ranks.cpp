@@ -59,6 +59,8 @@ offload_comm_t Ranks::Table() {
   table.sum = Sum;
   table.max = Max;
   table.barrier = Barrier;
+  table.exchange = Exchange;
+  table.exchange_on_host = messages_ == Memory::kHost ? 1 : 0;
   return table;
 }
 
@@ -75,11 +77,15 @@ int32_t Ranks::TimedOut(const char* call) const {
               world_);
 }
 
+const offload_message_t& Ranks::MessageAt(const offload_message_t* messages, uint32_t i) {
+  const auto* const bytes = reinterpret_cast<const std::byte*>(messages);
+  return *reinterpret_cast<const offload_message_t*>(bytes + size_t{messages->struct_size} * i);
+}
+
 // Combines each of the values over all ranks, in place, in rank order.
 template <typename T, typename Combine>
 int32_t Ranks::Reduce(T* values, uint32_t count, int64_t timeout_ns, Combine combine) {
-  if (failed_)
-    return Fail(OFFLOAD_COMM_FAILED, "an earlier call failed; its ranks are out of step for good");
+  if (failed_) return OutOfStep();
   const Clock::time_point deadline = DeadlineAfter(timeout_ns);
   for (uint32_t begin = 0; begin < count; begin += kValuesAtOnce) {
     const uint32_t portion = std::min(count - begin, kValuesAtOnce);
@@ -96,6 +102,20 @@ int32_t Ranks::Reduce(T* values, uint32_t count, int64_t timeout_ns, Combine com
     }
   }
   return OFFLOAD_OK;
+}
+
+int32_t Ranks::OutOfStep() {
+  return Fail(OFFLOAD_COMM_FAILED, "an earlier call failed; its ranks are out of step for good");
+}
+
+int32_t Ranks::Exchange(void* user, const offload_message_t* messages, uint32_t count, void* stream,
+                        int64_t timeout_ns) {
+  auto& ranks = *static_cast<Ranks*>(user);
+  if (ranks.failed_) return OutOfStep();
+  ranks.failed_ = true;  // also if Carry throws
+  const int32_t status = ranks.Carry(messages, count, stream, DeadlineAfter(timeout_ns));
+  ranks.failed_ = status != OFFLOAD_OK;
+  return status;
 }
 
 int32_t Ranks::Sum(void* user, double* values, uint32_t count, int64_t timeout_ns) {

@@ -1,5 +1,6 @@
 // Ranks: what the comm tables over MPI and over NCCL share. An adaptor gathers the bytes of all
-// ranks. Then each rank combines all values, in rank order, so that all ranks get the same bits.
+// ranks. Then each rank combines all values, in rank order, so that all ranks get the same bits. An
+// adaptor also carries messages from rank to rank.
 //
 // Each adaptor is a library of its own and has its own copy of this code.
 #pragma once
@@ -37,7 +38,11 @@ class Poll {
 // One thread at a time calls these, but not always the same one.
 class Ranks {
  public:
-  Ranks(int32_t rank, int32_t world) : rank_(rank), world_(world) {}
+  // Where messages are.
+  enum class Memory { kHost, kDevice };
+
+  Ranks(int32_t rank, int32_t world, Memory messages)
+      : rank_(rank), world_(world), messages_(messages) {}
   virtual ~Ranks() = default;
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
@@ -65,6 +70,10 @@ class Ranks {
   virtual std::byte* buffer() = 0;
   // Copies the first `bytes` of every rank's own part to AllOf(buffer()), in rank order.
   virtual int32_t Gather(size_t bytes, Clock::time_point deadline) = 0;
+  // Sends and receives all messages; they are struct_size bytes apart (MessageAt).
+  virtual int32_t Carry(const offload_message_t* messages, uint32_t count, void* stream,
+                        Clock::time_point deadline) = 0;
+  static const offload_message_t& MessageAt(const offload_message_t* messages, uint32_t i);
 
   int32_t TimedOut(const char* call) const;
 
@@ -72,12 +81,16 @@ class Ranks {
   template <typename T, typename Combine>
   int32_t Reduce(T* values, uint32_t count, int64_t timeout_ns, Combine combine);
 
+  static int32_t OutOfStep();
   static int32_t Sum(void* user, double* values, uint32_t count, int64_t timeout_ns);
   static int32_t Max(void* user, int32_t* values, uint32_t count, int64_t timeout_ns);
   static int32_t Barrier(void* user, int64_t timeout_ns);
+  static int32_t Exchange(void* user, const offload_message_t* messages, uint32_t count,
+                          void* stream, int64_t timeout_ns);
 
   const int32_t rank_;
   const int32_t world_;
+  const Memory messages_;
   bool failed_ = false;
 };
 

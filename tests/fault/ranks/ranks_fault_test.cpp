@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "../differential/sharded.h"
-#include "../temporary_directory.h"
-#include "../thread_comm.h"
-#include "trainer.h"
+#include "../../differential/sharded.h"
+#include "../../temporary_directory.h"
+#include "../../thread_comm.h"
+#include "../trainer.h"
 
 namespace hybridopt {
 namespace {
@@ -298,6 +298,21 @@ INSTANTIATE_TEST_SUITE_P(
                           OFFLOAD_UNSUPPORTED,
                           {"comm.reserved is 3", "expected 0"},
                           [](Arguments& a) { a.comm.reserved = 3; }},
+                      Row{"Reserved1",
+                          OFFLOAD_UNSUPPORTED,
+                          {"comm.reserved1 is 4", "expected 0"},
+                          [](Arguments& a) { a.comm.reserved1 = 4; }},
+                      Row{"ExchangeOnHost",
+                          OFFLOAD_INVALID_ARGUMENT,
+                          {"comm.exchange_on_host is -1", "expected 0 or 1"},
+                          [](Arguments& a) { a.comm.exchange_on_host = -1; }},
+                      // A table without an exchange, as those of older callers.
+                      Row{"StructSizeOld",
+                          OFFLOAD_OK,
+                          {},
+                          [](Arguments& a) {
+                            a.comm.struct_size = offsetof(offload_comm_t, exchange);
+                          }},
                       Row{"StructSizeZero",
                           OFFLOAD_INVALID_ARGUMENT,
                           {"options.comm.struct_size is 0"},

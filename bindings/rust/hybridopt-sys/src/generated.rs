@@ -94,6 +94,12 @@ pub struct offload_pool {
 }
 pub type offload_pool_t = *mut offload_pool;
 
+#[repr(C)]
+pub struct offload_exchange {
+    _private: [u8; 0],
+}
+pub type offload_exchange_t = *mut offload_exchange;
+
 pub type offload_ticket_t = u64;
 
 pub type offload_stream_t = *mut c_void;
@@ -160,6 +166,18 @@ default_is_zero!(offload_context_info_t);
 
 #[repr(C)]
 #[derive(Clone, Copy)]
+pub struct offload_message_t {
+    pub struct_size: u32,
+    pub rank: i32,
+    pub sends: i32,
+    pub reserved: u32,
+    pub data: *mut c_void,
+    pub bytes: u64,
+}
+default_is_zero!(offload_message_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
 pub struct offload_comm_t {
     pub struct_size: u32,
     pub rank: i32,
@@ -169,6 +187,9 @@ pub struct offload_comm_t {
     pub sum: Option<unsafe extern "C" fn(user: *mut c_void, values: *mut f64, count: u32, timeout_ns: i64) -> i32>,
     pub max: Option<unsafe extern "C" fn(user: *mut c_void, values: *mut i32, count: u32, timeout_ns: i64) -> i32>,
     pub barrier: Option<unsafe extern "C" fn(user: *mut c_void, timeout_ns: i64) -> i32>,
+    pub exchange: Option<unsafe extern "C" fn(user: *mut c_void, messages: *const offload_message_t, count: u32, stream: offload_stream_t, timeout_ns: i64) -> i32>,
+    pub exchange_on_host: i32,
+    pub reserved1: u32,
 }
 default_is_zero!(offload_comm_t);
 
@@ -631,6 +652,40 @@ default_is_zero!(offload_stash_stats_t);
 
 pub const OFFLOAD_STASH_KEEP: i32 = 1;
 
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_exchange_matrix_t {
+    pub struct_size: u32,
+    pub dtype: i32,
+    pub grad_dtype: i32,
+    pub reserved: u32,
+    pub name: *const c_char,
+    pub shard: *const offload_shard_t,
+}
+default_is_zero!(offload_exchange_matrix_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_exchange_options_t {
+    pub struct_size: u32,
+    pub matrix_count: u32,
+    pub matrices: *const offload_exchange_matrix_t,
+    pub comm: *const offload_comm_t,
+    pub comm_timeout_ns: u64,
+}
+default_is_zero!(offload_exchange_options_t);
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct offload_exchange_plan_t {
+    pub struct_size: u32,
+    pub home_count: u32,
+    pub home_elements: u64,
+    pub device_bytes: u64,
+    pub host_bytes: u64,
+}
+default_is_zero!(offload_exchange_plan_t);
+
 pub type offload_stream_function_t = Option<unsafe extern "C" fn(user: *mut c_void)>;
 
 extern "C" {
@@ -890,6 +945,34 @@ extern "C" {
     pub fn offload_stash_get_stats(
         stash: offload_stash_t,
         stats: *mut offload_stash_stats_t,
+    ) -> i32;
+    pub fn offload_exchange_plan(
+        context: offload_context_t,
+        options: *const offload_exchange_options_t,
+        plan: *mut offload_exchange_plan_t,
+    ) -> i32;
+    pub fn offload_exchange_create(
+        context: offload_context_t,
+        options: *const offload_exchange_options_t,
+        exchange: *mut offload_exchange_t,
+    ) -> i32;
+    pub fn offload_exchange_destroy(exchange: offload_exchange_t) -> i32;
+    pub fn offload_exchange_home(exchange: offload_exchange_t, matrix: u32, rank: *mut i32) -> i32;
+    pub fn offload_exchange_gather(
+        exchange: offload_exchange_t,
+        matrix: u32,
+        dtype: i32,
+        part: *const c_void,
+        whole: *mut c_void,
+        stream: offload_stream_t,
+    ) -> i32;
+    pub fn offload_exchange_scatter(
+        exchange: offload_exchange_t,
+        matrix: u32,
+        dtype: i32,
+        whole: *const c_void,
+        part: *mut c_void,
+        stream: offload_stream_t,
     ) -> i32;
     pub fn offload_device_alloc(
         context: offload_context_t,

@@ -79,6 +79,7 @@ offload_context_t = ctypes.c_void_p
 offload_optimizer_t = ctypes.c_void_p
 offload_stash_t = ctypes.c_void_p
 offload_pool_t = ctypes.c_void_p
+offload_exchange_t = ctypes.c_void_p
 offload_ticket_t = ctypes.c_uint64
 offload_stream_t = ctypes.c_void_p
 offload_log_function_t = CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p)
@@ -179,6 +180,23 @@ class offload_context_info_t(Struct):
     ]
 
 
+class offload_message_t(Struct):
+    struct_size: int
+    rank: int
+    sends: int
+    reserved: int
+    data: int | None
+    bytes: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("rank", ctypes.c_int32),
+        ("sends", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+    ]
+
+
 class offload_comm_t(Struct):
     struct_size: int
     rank: int
@@ -188,6 +206,9 @@ class offload_comm_t(Struct):
     sum: Any
     max: Any
     barrier: Any
+    exchange: Any
+    exchange_on_host: int
+    reserved1: int
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
         ("rank", ctypes.c_int32),
@@ -197,6 +218,9 @@ class offload_comm_t(Struct):
         ("sum", CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, POINTER(ctypes.c_double), ctypes.c_uint32, ctypes.c_int64)),
         ("max", CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, POINTER(ctypes.c_int32), ctypes.c_uint32, ctypes.c_int64)),
         ("barrier", CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64)),
+        ("exchange", CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, POINTER(offload_message_t), ctypes.c_uint32, offload_stream_t, ctypes.c_int64)),
+        ("exchange_on_host", ctypes.c_int32),
+        ("reserved1", ctypes.c_uint32),
     ]
 
 
@@ -934,6 +958,55 @@ class offload_stash_stats_t(Struct):
 
 
 OFFLOAD_STASH_KEEP = 1
+
+
+class offload_exchange_matrix_t(Struct):
+    struct_size: int
+    dtype: int
+    grad_dtype: int
+    reserved: int
+    name: bytes | None
+    shard: Any
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("dtype", ctypes.c_int32),
+        ("grad_dtype", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+        ("name", ctypes.c_char_p),
+        ("shard", POINTER(offload_shard_t)),
+    ]
+
+
+class offload_exchange_options_t(Struct):
+    struct_size: int
+    matrix_count: int
+    matrices: Any
+    comm: Any
+    comm_timeout_ns: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("matrix_count", ctypes.c_uint32),
+        ("matrices", POINTER(offload_exchange_matrix_t)),
+        ("comm", POINTER(offload_comm_t)),
+        ("comm_timeout_ns", ctypes.c_uint64),
+    ]
+
+
+class offload_exchange_plan_t(Struct):
+    struct_size: int
+    home_count: int
+    home_elements: int
+    device_bytes: int
+    host_bytes: int
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("home_count", ctypes.c_uint32),
+        ("home_elements", ctypes.c_uint64),
+        ("device_bytes", ctypes.c_uint64),
+        ("host_bytes", ctypes.c_uint64),
+    ]
+
+
 offload_stream_function_t = CFUNCTYPE(None, ctypes.c_void_p)
 
 # Result and arguments of every function.
@@ -995,6 +1068,12 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "offload_stash_rollback": (ctypes.c_int32, [offload_stash_t, offload_stash_mark_t, offload_stream_t]),
     "offload_stash_wait": (ctypes.c_int32, [offload_stash_t, offload_stash_ticket_t, ctypes.c_int64]),
     "offload_stash_get_stats": (ctypes.c_int32, [offload_stash_t, POINTER(offload_stash_stats_t)]),
+    "offload_exchange_plan": (ctypes.c_int32, [offload_context_t, POINTER(offload_exchange_options_t), POINTER(offload_exchange_plan_t)]),
+    "offload_exchange_create": (ctypes.c_int32, [offload_context_t, POINTER(offload_exchange_options_t), POINTER(offload_exchange_t)]),
+    "offload_exchange_destroy": (ctypes.c_int32, [offload_exchange_t]),
+    "offload_exchange_home": (ctypes.c_int32, [offload_exchange_t, ctypes.c_uint32, POINTER(ctypes.c_int32)]),
+    "offload_exchange_gather": (ctypes.c_int32, [offload_exchange_t, ctypes.c_uint32, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, offload_stream_t]),
+    "offload_exchange_scatter": (ctypes.c_int32, [offload_exchange_t, ctypes.c_uint32, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, offload_stream_t]),
     "offload_device_alloc": (ctypes.c_int32, [offload_context_t, ctypes.c_uint64, POINTER(ctypes.c_void_p)]),
     "offload_device_free": (ctypes.c_int32, [offload_context_t, ctypes.c_void_p]),
     "offload_device_upload": (ctypes.c_int32, [offload_context_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, offload_stream_t]),

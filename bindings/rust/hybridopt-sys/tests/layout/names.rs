@@ -47,6 +47,14 @@ pub fn table() -> Table {
         numa_policy,
         stashes,
     });
+    fields!(table, offload_message_t {
+        struct_size,
+        rank,
+        sends,
+        reserved,
+        data,
+        bytes,
+    });
     fields!(table, offload_comm_t {
         struct_size,
         rank,
@@ -56,6 +64,9 @@ pub fn table() -> Table {
         sum,
         max,
         barrier,
+        exchange,
+        exchange_on_host,
+        reserved1,
     });
     fields!(table, offload_optimizer_options_t {
         struct_size,
@@ -392,6 +403,28 @@ pub fn table() -> Table {
         release_wait_seconds,
         pop_wait_seconds,
         ahead_bytes,
+    });
+    fields!(table, offload_exchange_matrix_t {
+        struct_size,
+        dtype,
+        grad_dtype,
+        reserved,
+        name,
+        shard,
+    });
+    fields!(table, offload_exchange_options_t {
+        struct_size,
+        matrix_count,
+        matrices,
+        comm,
+        comm_timeout_ns,
+    });
+    fields!(table, offload_exchange_plan_t {
+        struct_size,
+        home_count,
+        home_elements,
+        device_bytes,
+        host_bytes,
     });
     values!(table,
         OFFLOAD_OK,
