@@ -170,7 +170,7 @@ Result<std::vector<CutMatrix>> ReadMatrices(std::span<const MatrixInput> inputs,
     if (!status.ok()) return OfMatrix(status, i, named ? source.name : "no name");
     Result<Shard> part = PartOf(*inputs[i].shard);
     if (!part.ok()) return OfMatrix(part.status(), i, source.name);
-    CutMatrix matrix{source.name, source.dtype, source.grad_dtype, {}, -1, {}};
+    CutMatrix matrix{source.name, source.dtype, source.grad_dtype, {}, -1, {}, {}};
     matrix.parts.resize(static_cast<size_t>(world));
     matrix.parts[static_cast<size_t>(rank)] = std::move(part.value());
     matrices.push_back(std::move(matrix));
@@ -229,11 +229,15 @@ Status ReadParts(std::span<CutMatrix> matrices, int32_t own, int32_t rank,
   return {};
 }
 
-Status ChooseSenders(std::span<CutMatrix> matrices) {
+Status ChooseSenders(std::span<CutMatrix> matrices, int32_t rank) {
   for (size_t i = 0; i < matrices.size(); ++i) {
     ChooseSendersOf(matrices[i]);
     const Status status = CheckSendersOf(matrices[i]);
     if (!status.ok()) return OfMatrix(status, i, matrices[i].name.c_str());
+    if (matrices[i].home != rank) continue;
+    matrices[i].stripes.resize(matrices[i].parts.size());
+    for (size_t of = 0; of < matrices[i].parts.size(); ++of)
+      AddStripes(matrices[i].parts[of], matrices[i].stripes[of]);
   }
   return {};
 }

@@ -30,6 +30,8 @@ struct CutMatrix {
   // By rank: the rank that sends these elements to the home. Ranks that have the same elements have
   // the same sender; a part without elements has none (-1).
   std::vector<int32_t> senders;
+  // By rank: where the rows of its part are in the whole. Only on the home.
+  std::vector<std::vector<Stripe>> stripes;
 
   bool has_part(int32_t rank) const { return of(rank).range_count > 0; }
   const Shard& of(int32_t rank) const { return parts[static_cast<size_t>(rank)]; }
@@ -47,8 +49,8 @@ std::vector<int32_t> PartsAsWords(std::span<const CutMatrix> matrices, int32_t r
 // Reads what `rank` has told; `own` is this rank. INVALID_ARGUMENT if that has other matrices.
 Status ReadParts(std::span<CutMatrix> matrices, int32_t own, int32_t rank,
                  std::span<const int32_t> words);
-// Chooses the senders, once all parts are known. INVALID_ARGUMENT if parts overlap, or leave out
-// elements.
-Status ChooseSenders(std::span<CutMatrix> matrices);
+// Chooses the senders, once all parts are known, and finds the rows of matrices whose home is
+// `rank`. INVALID_ARGUMENT if parts overlap, or leave out elements.
+Status ChooseSenders(std::span<CutMatrix> matrices, int32_t rank);
 
 }  // namespace hybridopt

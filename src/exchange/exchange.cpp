@@ -70,10 +70,6 @@ Status InContext(const Status& status, const char* what) {
   return Status::Error(status.code(), "%s: %s", what, status.message().c_str());
 }
 
-offload_message_t MessageOf(int32_t rank, bool sends, std::byte* data, uint64_t bytes) {
-  return {sizeof(offload_message_t), rank, sends ? 1 : 0, 0, data, bytes};
-}
-
 }  // namespace
 
 // ---------------------------------------------------------------------------- making and ending --
@@ -105,7 +101,7 @@ Exchange::Exchange(std::shared_ptr<Context> context, const ExchangeInput& input)
 }
 
 Exchange::~Exchange() {
-  (void)device().Free(device_messages_);
+  (void)device().Free(device_data_);
   context_->ExchangeDestroyed();
 }
 
@@ -116,7 +112,7 @@ Status Exchange::Prepare(const ExchangeInput& input) {
   const uint64_t bytes = device().unified() ? plan.host_bytes : plan.device_bytes;
   if (bytes > 0) {
     HYBRIDOPT_ASSIGN(void* const data, device().Allocate(bytes));
-    device_messages_ = static_cast<std::byte*>(data);
+    device_data_ = static_cast<std::byte*>(data);
   }
   if (through_host_ && plan.host_bytes > 0) {
     HYBRIDOPT_ASSIGN(host_, PinnedRoom::Take(*context_, plan.host_bytes, "the largest matrix"));
@@ -148,7 +144,8 @@ Status Exchange::TellParts(const Status& prepared) {
     if (rank != own())
       HYBRIDOPT_TRY(ReadParts(matrices_, own(), rank,
                               std::span(table).subspan(width * static_cast<size_t>(rank), width)));
-  return ChooseSenders(matrices_);
+  messages_.reserve(static_cast<size_t>(comm_.world()));
+  return ChooseSenders(matrices_, own());
 }
 
 Result<int32_t> Exchange::Home(uint32_t matrix) const {
@@ -204,37 +201,37 @@ Status Exchange::Scatter(uint32_t matrix, int32_t dtype, const void* whole, void
 }
 
 Status Exchange::ReceiveParts(const Call& call) {
-  std::vector<offload_message_t> received;
+  messages_.clear();
   HYBRIDOPT_TRY(ForEachSender(call, [&](int32_t sender, uint64_t offset) {
     if (sender != own())
-      received.push_back(MessageOf(sender, false, messages() + offset, call.part_bytes(sender)));
+      AddMessage(sender, Direction::kReceive, data() + offset, call.part_bytes(sender));
     return Status();
   }));
-  HYBRIDOPT_TRY(Transfer(received, call.stream));
+  HYBRIDOPT_TRY(Transfer(call.stream));
   return ForEachSender(call, [&](int32_t sender, uint64_t offset) -> Status {
     if (sender == own()) return CopyPart(call, sender, call.part, Into::kWhole);
     if (through_host_)
-      HYBRIDOPT_TRY(device().CopyToDevice(call.stream, device_messages_ + offset,
-                                          host_.data() + offset, call.part_bytes(sender)));
-    return CopyPart(call, sender, device_messages_ + offset, Into::kWhole);
+      HYBRIDOPT_TRY(device().CopyToDevice(call.stream, device_data_ + offset, host_.data() + offset,
+                                          call.part_bytes(sender)));
+    return CopyPart(call, sender, device_data_ + offset, Into::kWhole);
   });
 }
 
 Status Exchange::SendParts(const Call& call) {
-  std::vector<offload_message_t> sent;
+  messages_.clear();
   HYBRIDOPT_TRY(ForEachSender(call, [&](int32_t sender, uint64_t offset) -> Status {
-    const size_t sent_before = sent.size();
+    const size_t before = messages_.size();
     for (int32_t rank = 0; rank < comm_.world(); ++rank)
       if (rank != own() && call.matrix.sender_for(rank) == sender)
-        sent.push_back(MessageOf(rank, true, messages() + offset, call.part_bytes(rank)));
-    if (sent.size() == sent_before) return {};  // only this rank has these elements
-    HYBRIDOPT_TRY(CopyPart(call, sender, device_messages_ + offset, Into::kPart));
+        AddMessage(rank, Direction::kSend, data() + offset, call.part_bytes(rank));
+    if (messages_.size() == before) return {};  // only this rank has these elements
+    HYBRIDOPT_TRY(CopyPart(call, sender, device_data_ + offset, Into::kPart));
     if (!through_host_) return {};
-    return device().CopyToHost(call.stream, host_.data() + offset, device_messages_ + offset,
+    return device().CopyToHost(call.stream, host_.data() + offset, device_data_ + offset,
                                call.part_bytes(sender));
   }));
   HYBRIDOPT_TRY(CopyPart(call, own(), call.part, Into::kPart));
-  return Transfer(sent, call.stream);
+  return Transfer(call.stream);
 }
 
 Status Exchange::SendToHome(const Call& call) {
@@ -242,23 +239,32 @@ Status Exchange::SendToHome(const Call& call) {
   const uint64_t bytes = call.part_bytes(own());
   if (through_host_)
     HYBRIDOPT_TRY(device().CopyToHost(call.stream, host_.data(), call.part, bytes));
-  std::byte* const data = through_host_ ? host_.data() : call.part;
-  return Transfer({MessageOf(call.matrix.home, true, data, bytes)}, call.stream);
+  messages_.clear();
+  AddMessage(call.matrix.home, Direction::kSend, through_host_ ? host_.data() : call.part, bytes);
+  return Transfer(call.stream);
 }
 
 Status Exchange::ReceiveFromHome(const Call& call) {
   if (!call.matrix.has_part(own())) return {};
   const uint64_t bytes = call.part_bytes(own());
-  std::byte* const data = through_host_ ? host_.data() : call.part;
-  HYBRIDOPT_TRY(Transfer({MessageOf(call.matrix.home, false, data, bytes)}, call.stream));
+  std::byte* const received = through_host_ ? host_.data() : call.part;
+  messages_.clear();
+  AddMessage(call.matrix.home, Direction::kReceive, received, bytes);
+  HYBRIDOPT_TRY(Transfer(call.stream));
   if (!through_host_) return {};
-  return device().CopyToDevice(call.stream, call.part, data, bytes);
+  return device().CopyToDevice(call.stream, call.part, received, bytes);
+}
+
+void Exchange::AddMessage(int32_t rank, Direction direction, std::byte* data, uint64_t bytes) {
+  HYBRIDOPT_CHECK(messages_.size() < messages_.capacity());  // no call allocates
+  messages_.push_back(
+      {sizeof(offload_message_t), rank, direction == Direction::kSend ? 1 : 0, 0, data, bytes});
 }
 
 // On host memory nothing waits for the stream, so this call does.
-Status Exchange::Transfer(const std::vector<offload_message_t>& messages, StreamHandle stream) {
+Status Exchange::Transfer(StreamHandle stream) {
   if (on_host_) HYBRIDOPT_TRY(Synchronize(stream));
-  return comm_.Exchange(messages, on_host_ ? nullptr : stream);
+  return comm_.Exchange(messages_, on_host_ ? nullptr : stream);
 }
 
 // Visits the ranks whose parts make up the whole; `offset` is where the part lies in the messages.
@@ -275,9 +281,7 @@ Status Exchange::ForEachSender(const Call& call,
 
 // Copies the elements of a rank between the whole and a contiguous part.
 Status Exchange::CopyPart(const Call& call, int32_t rank, std::byte* part, Into into) {
-  std::vector<Stripe> stripes;
-  AddStripes(call.matrix.of(rank), stripes);
-  for (const Stripe& stripe : stripes) {
+  for (const Stripe& stripe : call.matrix.stripes[static_cast<size_t>(rank)]) {
     std::byte* const in_part = part + stripe.begin * call.element_bytes;
     std::byte* const in_whole = call.whole + stripe.first * call.element_bytes;
     const uint64_t row_bytes = stripe.row_length * call.element_bytes;

@@ -9,7 +9,8 @@
 // receive into it. If the comm's exchange works on host memory and the device has memory of its
 // own, every message is copied through a second buffer, on the host.
 //
-// Every call returns when its work is done, so no call finds work of an earlier one.
+// Every call returns when its work is done, so no call finds work of an earlier one. No call
+// allocates.
 #pragma once
 
 #include <cstddef>
@@ -60,6 +61,7 @@ class Exchange {
     uint64_t part_bytes(int32_t rank) const { return matrix.of(rank).range_count * element_bytes; }
   };
   enum class Into { kWhole, kPart };
+  enum class Direction { kSend, kReceive };
 
   Exchange(std::shared_ptr<Context> context, const ExchangeInput& input);
   Status Prepare(const ExchangeInput& input);
@@ -71,7 +73,8 @@ class Exchange {
   Status SendParts(const Call& call);
   Status SendToHome(const Call& call);
   Status ReceiveFromHome(const Call& call);
-  Status Transfer(const std::vector<offload_message_t>& messages, StreamHandle stream);
+  void AddMessage(int32_t rank, Direction direction, std::byte* data, uint64_t bytes);
+  Status Transfer(StreamHandle stream);
   Status ForEachSender(const Call& call,
                        FunctionRef<Status(int32_t sender, uint64_t offset)> visit) const;
   Status CopyPart(const Call& call, int32_t rank, std::byte* part, Into into);
@@ -80,14 +83,16 @@ class Exchange {
 
   Device& device() const { return context_->device(); }
   int32_t own() const { return comm_.rank(); }
-  std::byte* messages() const { return through_host_ ? host_.data() : device_messages_; }
+  // Where a home's messages are.
+  std::byte* data() const { return through_host_ ? host_.data() : device_data_; }
 
   const std::shared_ptr<Context> context_;
   const Comm comm_;
   const bool on_host_;       // the comm's exchange works on host memory
   const bool through_host_;  // and the device has memory of its own
   std::vector<CutMatrix> matrices_;
-  std::byte* device_messages_ = nullptr;
+  std::vector<offload_message_t> messages_;  // of the call that runs
+  std::byte* device_data_ = nullptr;
   PinnedRoom host_;
   Status failure_;  // of a call: the ranks are out of step
   Status stuck_;

@@ -448,6 +448,19 @@ TEST(ExchangeTest, ARankThatDiesEndsTheCallOfTheOthers) {
     ExpectOutcome(outcome, OFFLOAD_COMM_FAILED, {"comm.exchange returned 31"});
 }
 
+TEST(ExchangeTest, AnExceptionOfTheTableIsAFailure) {
+  TwoRanks ranks;
+  for (Input& input : ranks.inputs)
+    input.comm.exchange = [](void*, const offload_message_t*, uint32_t, offload_stream_t,
+                             int64_t) -> int32_t { throw 7; };
+  ranks.CreateWell();
+  for (const size_t rank : {0, 1}) {
+    ExpectError(ranks.Gather(rank), OFFLOAD_COMM_FAILED,
+                {"comm.exchange", "the function ended in an exception of unknown type"});
+    ExpectError(ranks.Gather(rank), OFFLOAD_POISONED, {"comm.exchange"});
+  }
+}
+
 // ----------------------------------------------------------------------------------- arguments --
 
 TEST(ExchangeTest, ArgumentsThatAreWrongAreRefusedAndChangeNothing) {

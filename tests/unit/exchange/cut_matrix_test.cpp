@@ -54,7 +54,7 @@ TEST(CutMatrix, NumbersAboveThirtyTwoBitsArriveWhole) {
   EXPECT_EQ(part.boxes[0].offset[0], kCut);
   EXPECT_EQ(part.boxes[0].size[0], kRows - kCut);
   EXPECT_EQ(part.range_count, static_cast<uint64_t>(kRows - kCut) * 7);
-  EXPECT_TRUE(ChooseSenders(matrices).ok());
+  EXPECT_TRUE(ChooseSenders(matrices, 0).ok());
 }
 
 TEST(CutMatrix, ARangeIsToldAsBoxes) {
@@ -76,7 +76,7 @@ TEST(CutMatrix, ARangeIsToldAsBoxes) {
 TEST(CutMatrix, OneOfTheRanksWithTheSamePartSends) {
   std::vector<CutMatrix> matrices =
       Told({9, 3}, {{4, 6}, {0, 4}, {6, 9}, {0, 4}, {4, 6}, {9, 9}, {6, 9}});
-  ASSERT_TRUE(ChooseSenders(matrices).ok());
+  ASSERT_TRUE(ChooseSenders(matrices, 0).ok());
   EXPECT_EQ(matrices[0].home, 0);
   EXPECT_EQ(matrices[0].senders, (std::vector<int32_t>{0, 1, 2, 1, 0, -1, 2}));
 }
@@ -84,7 +84,7 @@ TEST(CutMatrix, OneOfTheRanksWithTheSamePartSends) {
 TEST(CutMatrix, TheHomeSendsEvenIfAnotherOneComesBefore) {
   std::vector<CutMatrix> matrices = Told({4, 3}, {{0, 4}, {0, 4}, {0, 4}});
   matrices[0].home = 2;
-  ASSERT_TRUE(ChooseSenders(matrices).ok());
+  ASSERT_TRUE(ChooseSenders(matrices, 0).ok());
   EXPECT_EQ(matrices[0].senders, (std::vector<int32_t>{2, 2, 2}));
 }
 
