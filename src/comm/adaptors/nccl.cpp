@@ -49,6 +49,8 @@ class OnDevice {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+constexpr int64_t kAbortNs = 1'000'000'000;
+
 class NcclRanks final : public Ranks {
  public:
   NcclRanks(const NcclFunctions& nccl, int32_t rank, int32_t world, int device)
@@ -100,9 +102,14 @@ class NcclRanks final : public Ranks {
   int32_t Carry(const offload_message_t* messages, uint32_t count, void* stream,
                 Clock::time_point deadline) override {
     const OnDevice on_device(device_);
-    const int32_t status =
-        CarryOnStream(messages, count, static_cast<cudaStream_t>(stream), deadline);
-    if (status != OFFLOAD_OK) Abort();
+    auto* const queue = static_cast<cudaStream_t>(stream);
+    const int32_t status = CarryOnStream(messages, count, queue, deadline);
+    if (status == OFFLOAD_OK) return status;
+    Abort();
+    // Aborted kernels end soon, and until then they may use the messages' memory.
+    Poll poll(DeadlineAfter(kAbortNs));
+    while (cudaStreamQuery(queue) == cudaErrorNotReady && poll.Again()) {
+    }
     return status;
   }
 

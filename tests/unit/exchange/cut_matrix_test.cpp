@@ -72,7 +72,7 @@ TEST(CutMatrix, ARangeIsToldAsBoxes) {
   for (uint64_t i = 0; i < 9; ++i) EXPECT_EQ(part.GlobalIndex(i), 2 + i);
 }
 
-// The home is rank 0. Of ranks with the same rows it sends itself; else the first one does.
+// The home is rank 0. Of ranks with the same rows the home sends, or else the first of these ranks.
 TEST(CutMatrix, OneOfTheRanksWithTheSamePartSends) {
   std::vector<CutMatrix> matrices =
       Told({9, 3}, {{4, 6}, {0, 4}, {6, 9}, {0, 4}, {4, 6}, {9, 9}, {6, 9}});
