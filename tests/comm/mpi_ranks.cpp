@@ -143,6 +143,28 @@ int Step() {
 
 // ------------------------------------------------------------------------------------ exchange --
 
+// A message that is shorter, or longer, than its receiver expects.
+void CheckLengths() {
+  for (const uint64_t sent : {uint64_t{4}, uint64_t{12}}) {
+    offload_comm_t table = MakeTable();
+    char data[12] = {};
+    auto message = Make<offload_message_t>();
+    message.rank = 1 - rank;
+    message.sends = rank == 0 ? 1 : 0;
+    message.data = data;
+    message.bytes = rank == 0 ? sent : 8;
+    if (rank < 2) {
+      const int32_t status = table.exchange(table.user, &message, 1, nullptr, kLongNs);
+      EXPECT(status == (rank == 0 ? OFFLOAD_OK : OFFLOAD_COMM_FAILED));
+      if (rank == 1 && sent == 4)
+        EXPECT(
+            Says(offload_mpi_last_error(), "rank 0 has sent 4 bytes to rank 1, which expects 8"));
+    }
+    // Rank 1 cannot free its table together with the others, so the process keeps all of them.
+    MPI_Barrier(MPI_COMM_WORLD);
+  }
+}
+
 // Matrices cut by rows, trained over two tables: the bits of a run with the whole ones.
 int Exchange() {
   Init();
@@ -178,6 +200,7 @@ int Exchange() {
     EXPECT(offload_mpi_destroy(&exchanges) == OFFLOAD_OK);
     EXPECT(offload_mpi_destroy(&steps) == OFFLOAD_OK);
   }
+  if (world > 1) CheckLengths();
   MPI_Finalize();
   return 0;
 }

@@ -64,6 +64,7 @@ class MpiRanks final : public Ranks {
     for (uint32_t i = 0; i < count; ++i) bytes += MessageAt(messages, i).bytes;
     if (carried_.size() < bytes) carried_ = std::vector<std::byte>(bytes);
     requests_.clear();
+    expected_.clear();
     std::byte* next = carried_.data();
     for (uint32_t i = 0; i < count; ++i) {
       const offload_message_t& message = MessageAt(messages, i);
@@ -94,20 +95,36 @@ class MpiRanks final : public Ranks {
       if (error != MPI_SUCCESS)
         return FailMpi(message.sends != 0 ? "MPI_Isend" : "MPI_Irecv", error);
       requests_.push_back(request);
+      expected_.push_back(message.sends != 0 ? -1 : bytes);
     }
     return OFFLOAD_OK;
   }
 
   int32_t AwaitRequests(Clock::time_point deadline) {
+    std::vector<MPI_Status> statuses(requests_.size());
     Poll poll(deadline);
-    for (;;) {
-      int done = 0;
-      const int error = MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &done,
-                                    MPI_STATUSES_IGNORE);
+    for (int done = 0; done == 0;) {
+      const int error =
+          MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &done, statuses.data());
       if (error != MPI_SUCCESS) return FailMpi("MPI_Testall", error);
-      if (done != 0) return OFFLOAD_OK;
-      if (!poll.Again()) return TimedOut("MPI_Isend and MPI_Irecv");
+      if (done == 0 && !poll.Again()) return TimedOut("MPI_Isend and MPI_Irecv");
     }
+    return CheckBytes(statuses);
+  }
+
+  // MPI lets a message be shorter than the receiver expects.
+  int32_t CheckBytes(const std::vector<MPI_Status>& statuses) {
+    for (size_t i = 0; i < statuses.size(); ++i) {
+      int bytes = 0;
+      if (expected_[i] < 0) continue;
+      (void)MPI_Get_count(&statuses[i], MPI_BYTE, &bytes);
+      if (bytes != expected_[i])
+        return Fail(OFFLOAD_COMM_FAILED,
+                    "rank %d has sent %d bytes to rank %d, which expects %d; all ranks must gather "
+                    "and scatter the same matrices, with the same dtypes, in the same order",
+                    statuses[i].MPI_SOURCE, bytes, rank(), expected_[i]);
+    }
+    return OFFLOAD_OK;
   }
 
   MPI_Comm communicator_ = MPI_COMM_NULL;
@@ -115,6 +132,7 @@ class MpiRanks final : public Ranks {
   std::vector<std::byte> buffer_;
   std::vector<std::byte> carried_;  // copies of an exchange's messages
   std::vector<MPI_Request> requests_;
+  std::vector<int> expected_;  // bytes of each request; -1: it sends
 };
 
 // -------------------------------------------------------------------------------------- checks --
