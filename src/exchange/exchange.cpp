@@ -1,8 +1,9 @@
 #include "exchange/exchange.h"
 
 #include <algorithm>
-#include <climits>
 #include <utility>
+
+#include "base/check.h"
 
 namespace hybridopt {
 namespace {
@@ -304,9 +305,11 @@ Status Exchange::Synchronize(StreamHandle stream) {
   return stuck_;
 }
 
-// The end of a call that has begun. If it has failed, the ranks are out of step.
+// The end of a call that has begun: also if it has failed, nothing uses its memory any more. Then
+// the ranks are out of step.
 Status Exchange::End(const Call& call, Status status) {
-  if (status.ok()) status = Synchronize(call.stream);
+  const Status done = stuck_.ok() ? Synchronize(call.stream) : stuck_;
+  if (status.ok()) status = done;
   if (!status.ok()) failure_ = status;
   return status;
 }
