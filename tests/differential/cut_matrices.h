@@ -272,7 +272,7 @@ class CutRank {
   size_t homes() const { return homes_; }
 
  private:
-  static constexpr uint64_t kTimeoutNs = 60'000'000'000;
+  static constexpr uint64_t kTimeoutNs = 20'000'000'000;
 
   static uint32_t Id(size_t tensor) { return static_cast<uint32_t>(tensor); }
   void* WholeParam(size_t t) const {

@@ -193,5 +193,65 @@ TEST(Allocation, DoesNotHappenInAStash) {
   }
 }
 
+// The table of rank 0 of two ranks, of which the other one tells the same as this one, and takes
+// every message.
+offload_comm_t CommOfTwins() {
+  auto comm = Make<offload_comm_t>();
+  comm.world = 2;
+  comm.sum = [](void*, double*, uint32_t, int64_t) -> int32_t { return OFFLOAD_OK; };
+  comm.max = [](void*, int32_t* values, uint32_t count, int64_t) -> int32_t {
+    if (count > 2) std::copy_n(values, count / 2, values + count / 2);
+    return OFFLOAD_OK;
+  };
+  comm.barrier = [](void*, int64_t) -> int32_t { return OFFLOAD_OK; };
+  comm.exchange = [](void*, const offload_message_t*, uint32_t, offload_stream_t,
+                     int64_t) -> int32_t { return OFFLOAD_OK; };
+  comm.exchange_on_host = 1;
+  return comm;
+}
+
+TEST(Allocation, DoesNotHappenInAnExchange) {
+  if (!HYBRIDOPT_SEES_MALLOC) GTEST_SKIP() << "the sanitizer's allocator is in force";
+  for (const int32_t device_kind : {OFFLOAD_DEVICE_HOST, OFFLOAD_DEVICE_SIM}) {
+    RunOptions run;
+    run.device_kind = device_kind;
+    run.counts = {5000};
+    Trainer trainer(run);
+    const offload_comm_t comm = CommOfTwins();
+    const int64_t shape[] = {50, 100}, offsets[] = {0, 0, 0, 40};
+    const int64_t extents[] = {50, 40, 50, 60};
+    auto shard = Make<offload_shard_t>();
+    shard.dimensions = 2;
+    shard.box_count = 2;
+    shard.global_shape = shape;
+    shard.box_offsets = offsets;
+    shard.box_extents = extents;
+    auto matrix = Make<offload_exchange_matrix_t>();
+    matrix.dtype = matrix.grad_dtype = OFFLOAD_FP32;
+    matrix.name = "weight";
+    matrix.shard = &shard;
+    auto options = Make<offload_exchange_options_t>();
+    options.matrix_count = 1;
+    options.matrices = &matrix;
+    options.comm = &comm;
+    offload_exchange_t exchange = nullptr;
+    ASSERT_OFFLOAD_OK(offload_exchange_create(trainer.context, &options, &exchange));
+    void *part = nullptr, *whole = nullptr;
+    EXPECT_OFFLOAD_OK(offload_device_alloc(trainer.context, 20'000, &part));
+    EXPECT_OFFLOAD_OK(offload_device_alloc(trainer.context, 20'000, &whole));
+    int32_t failed = OFFLOAD_OK;
+    allocations = 0;
+    for (int round = 0; round < 3; ++round) {
+      counting = round > 0;
+      failed |= offload_exchange_gather(exchange, 0, OFFLOAD_FP32, part, whole, nullptr);
+      failed |= offload_exchange_scatter(exchange, 0, OFFLOAD_FP32, whole, part, nullptr);
+    }
+    counting = false;
+    EXPECT_EQ(failed, OFFLOAD_OK) << offload_last_error();
+    EXPECT_EQ(allocations, 0u) << "device " << device_kind;
+    EXPECT_OFFLOAD_OK(offload_exchange_destroy(exchange));
+  }
+}
+
 }  // namespace
 }  // namespace hybridopt::fault
