@@ -147,6 +147,21 @@ class WholeMatrices {
     MUST(offload_optimizer_wait(optimizer_, ticket, -1));
   }
 
+  void Save(const std::string& path) {
+    auto options = Make<offload_save_options_t>();
+    options.path = path.c_str();
+    offload_ticket_t ticket = 0;
+    MUST(offload_optimizer_save(optimizer_, &options, &ticket));
+    MUST(offload_optimizer_wait(optimizer_, ticket, -1));
+  }
+  void Load(const std::string& path) {
+    auto options = Make<offload_load_options_t>();
+    options.path = path.c_str();
+    offload_ticket_t ticket = 0;
+    MUST(offload_optimizer_load(optimizer_, &options, &ticket));
+    MUST(offload_optimizer_wait(optimizer_, ticket, -1));
+  }
+
   const DeviceArray& param(size_t index) const { return params_[index]; }
   const DeviceArray& grad(size_t index) const { return grads_[index]; }
 
@@ -244,6 +259,8 @@ class CutRank {
       MUST(offload_exchange_scatter(exchange_, Id(t), problem_.tensors[t].dtype, WholeParam(t),
                                     params_[t].data(), stream_));
   }
+
+  void Save(const std::string& path) { matrices_->Save(path); }
 
   // Empty if every part has the bits of these params.
   std::string Difference(const std::vector<Bytes>& expected) const {

@@ -7,6 +7,7 @@
 #include <functional>
 #include <thread>
 
+#include "../temporary_directory.h"
 #include "../thread_comm.h"
 #include "cut_matrices.h"
 
@@ -261,6 +262,37 @@ TEST(ExchangeTest, TheCostliestMatrixGoesToTheRankWithLeastWork) {
   world.Open();
   for (size_t t = 0; t < shapes.size(); ++t)
     for (int32_t rank = 0; rank < 3; ++rank) EXPECT_EQ(world[rank].Home(t), homes[t]) << t;
+}
+
+// Homes save whole matrices, so one rank goes on where two have stopped.
+TEST(ExchangeTest, ACheckpointOfTwoRanksIsLoadedByOne) {
+  constexpr size_t kSaved = 1;
+  const CutProblem problem = Problem(2, 77);
+  const auto expected = TrainWhole(problem, kSteps, OnOneRank());
+  const TemporaryDirectory directory;
+  const std::string path = directory / "saved";
+  {
+    World world(problem, 2, Ways().back());
+    world.Open();
+    for (size_t step = 0; step < kSaved; ++step)
+      world.ForAll([&](CutRank& rank) { rank.Step(step); });
+    world.ForAll([&](CutRank& rank) { rank.Save(path); });
+  }
+  const TestContext context(OnOneRank());
+  WholeMatrices matrices(context.handle(), nullptr, 0);
+  for (size_t t = 0; t < problem.tensors.size(); ++t) {
+    matrices.Add(problem.tensors[t]);
+    matrices.param(t).Upload(problem.Params(t));
+  }
+  matrices.Commit();
+  matrices.Load(path);
+  for (size_t step = kSaved; step < kSteps; ++step) {
+    for (size_t t = 0; t < problem.tensors.size(); ++t)
+      matrices.grad(t).Upload(problem.Grads(t, step));
+    matrices.Step();
+  }
+  for (size_t t = 0; t < problem.tensors.size(); ++t)
+    EXPECT_EQ(matrices.param(t).Download(), expected[kSteps][t]) << problem.tensors[t].name;
 }
 
 // A rank that is the home of no matrix takes part all the same.
