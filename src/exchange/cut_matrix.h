@@ -2,6 +2,7 @@
 // each, which ranks send their part to it, and what ranks tell each other about their parts.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <span>
