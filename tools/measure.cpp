@@ -22,7 +22,8 @@ constexpr uint64_t kElementsMost = uint64_t{256} << 20;
 constexpr uint64_t kMemoryMost = 4 * kGiB;      // unless an option says more
 constexpr uint64_t kSimMemoryBytes = 8 * kGiB;  // pages are taken when something is stored
 constexpr uint64_t kGrainBytes = 4096;
-constexpr uint64_t kLineWords = 8;  // a cache line
+constexpr uint64_t kLineWords = 8;                       // a cache line
+constexpr uint64_t kPassPieceBytes = uint64_t{1} << 20;  // what a thread takes at a time
 constexpr uint64_t kPieceBytes = uint64_t{16} << 20;
 
 // Calls body(begin, end) on each thread of the pool with that thread's part of `bytes`.
@@ -117,8 +118,11 @@ Result<std::unique_ptr<MemoryRate>> MemoryRate::Make(uint32_t threads, uint64_t 
 Result<double> MemoryRate::Measure() {
   auto* const words = reinterpret_cast<uint64_t*>(array_.data());
   const int64_t begin_ns = NowNs();
-  HYBRIDOPT_TRY(Split(pool_, array_.bytes(), [&](uint64_t begin, uint64_t end) {
-    AddOne(words + begin / sizeof(*words), (end - begin) / sizeof(*words));
+  pieces_.Reset({0, array_.bytes()}, kGrainBytes, kPassPieceBytes);
+  HYBRIDOPT_TRY(pool_.Run([&](uint32_t worker) {
+    pieces_.Take(worker, [&](const hybridopt::WorkRange& piece) {
+      AddOne(words + piece.begin / sizeof(*words), (piece.end - piece.begin) / sizeof(*words));
+    });
   }));
   return 2 * static_cast<double>(array_.bytes()) / SecondsSince(begin_ns);
 }

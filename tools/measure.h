@@ -10,6 +10,7 @@
 #include "base/status.h"
 #include "handles.h"
 #include "memory/arena.h"
+#include "runtime/work_pieces.h"
 #include "runtime/worker_pool.h"
 
 namespace tool {
@@ -70,8 +71,8 @@ Result<offload_context_info_t> InfoOf(const Context& context);
 
 double MedianOf(std::vector<double> values);
 
-// Measures the rate of the host's memory as update threads use it: each thread reads and writes its
-// part of an array and computes almost nothing.
+// Measures the rate of the host's memory as update threads use it: they read and write an array in
+// the pieces and the order of an update, and compute almost nothing.
 class MemoryRate {
  public:
   static Result<std::unique_ptr<MemoryRate>> Make(uint32_t threads, uint64_t bytes);
@@ -80,9 +81,11 @@ class MemoryRate {
   Result<double> Measure();
 
  private:
-  MemoryRate(uint32_t threads, hybridopt::Arena array) : pool_(threads), array_(std::move(array)) {}
+  MemoryRate(uint32_t threads, hybridopt::Arena array)
+      : pool_(threads), pieces_(threads), array_(std::move(array)) {}
 
   hybridopt::WorkerPool pool_;
+  hybridopt::WorkPieces pieces_;
   hybridopt::Arena array_;
 };
 
