@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hybridopt
 from hybridopt import abi
+from hybridopt.sync.masters import Masters
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +180,42 @@ def test_params_with_gaps_and_params_without_gradients(monkeypatch):
     assert train(module, optimizer, 5) == train(other, plain, 5)
     assert same(module, optimizer, other, plain)
     assert optimizer._engine.in_sync.written() == []  # the library's own writes do not count as writes of others
+
+
+class WithALayerLeftOut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.left_out = nn.Linear(8, 8), nn.Linear(4096, 1024)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_params_without_gradients_may_be_written_and_freed_at_once(monkeypatch, freed):
+    """The library compares them with their masters before a step. No trap tells it of their uses, so step() returns
+    when it has read them."""
+    module = WithALayerLeftOut().bfloat16()
+    optimizer = overlapping(module)
+    refreshed, refresh = [], Masters.refresh
+
+    def noted(*arguments):
+        refreshed.append(refresh(*arguments))
+        return refreshed[-1]
+
+    monkeypatch.setattr(Masters, "refresh", noted)
+    for seed in range(3):
+        refreshed.clear()
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.bfloat16)
+        module(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer._engine.handle.wait(*refreshed, timeout_ns=0)  # else TimedOutError
+        weight = module.left_out.weight
+        if freed:
+            weight.data = weight.data.clone()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    assert not optimizer._engine.masters.has_low_bits(next(s for s in optimizer._engine.slots if s.param is weight))
 
 
 def test_each_of_two_optimizers_is_waited_for():

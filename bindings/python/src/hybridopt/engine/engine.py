@@ -185,7 +185,7 @@ class Engine:
         On a GPU the host waits, instead of the current stream (offload_optimizer_stream_wait): after such a wait of
         the stream, torch's copies into memory that is not pinned, such as .cpu(), did not return."""
         kept = dict(self.bound.kept)
-        active, ticket = self._queue(options, list(kept.values()))
+        active, ticket, _ = self._queue(options, list(kept.values()))
         self.bound.note_queued()  # now, since Ctrl-C may end the wait below
         self.bound.note_written_in_place(active)  # while the library computes
         result = self.steps.result(ticket)
@@ -203,7 +203,7 @@ class Engine:
     ) -> None:
         """Queues a step over the bound params. A param may be used after under_way has waited for it; `keeper` is
         told of each use. `aliases` are other tensors over the memory of params."""
-        active, ticket = self._queue(options, [])  # under_way keeps the gradients alive
+        active, ticket, refreshed = self._queue(options, [])  # under_way keeps the gradients alive
         self.bound.note_written_in_place(active)
         self.see_versions()
         gradients = self.bound.gradients()
@@ -213,15 +213,27 @@ class Engine:
         # Last: an exception may have ended this before, and the library reads the gradients until the step has ended.
         self.bound.note_queued()
         self.bound.release()
+        if refreshed:
+            self._await_refresh(refreshed)
 
-    def _queue(self, options: dict[str, Any], gradients: list[Tensor]) -> tuple[list[Slot], int]:
+    def _await_refresh(self, ticket: int) -> None:
+        """Waits until the library has read the params whose masters it refreshes before a step. Those that the step does
+        not update get no trap, so other code may write or free them at once."""
+        if self.device.type == "cpu":
+            self.handle.wait(ticket)
+        else:
+            self.handle.stream_wait(self.stream(), ticket)
+
+    def _queue(self, options: dict[str, Any], gradients: list[Tensor]) -> tuple[list[Slot], int, int]:
+        """Returns the slots that the step updates, its ticket, and that of the refresh before it (0: there is none)."""
+        refreshed = 0
         if self.in_sync.steps_follow_params:
             options["flags"] = abi.OFFLOAD_STEP_FOLLOW_PARAMS
             self.bound.fill_copies()
             if len(self.bound.active) < len(self.slots):
-                self.masters.refresh(set(self.slots).difference(self.bound.active))
+                refreshed = self.masters.refresh(set(self.slots).difference(self.bound.active))
         else:
-            self.refresh_masters()
+            refreshed = self.refresh_masters()
         self._undo_what_read_other_params()
         self._mark_unseen()
         if self.steps.is_full:
@@ -237,7 +249,7 @@ class Engine:
             self.may_miscount = had_miscounted
             raise
         self.may_miscount = had_miscounted
-        return active, ticket
+        return active, ticket, refreshed
 
     def _note_end(self, written: list[Slot]) -> None:
         """Notes that a queued step has ended, and which params other code has written since it was
@@ -251,21 +263,20 @@ class Engine:
             if ticket:
                 self.handle.wait(ticket)
 
-    def refresh_masters(self) -> None:
-        """Updates the masters of params that other code has written. For offloaded params note_params_leave() has
-        already done that."""
+    def refresh_masters(self) -> int:
+        """Updates the masters of params that other code has written, and returns the ticket, or 0 if there was nothing
+        to do. For offloaded params note_params_leave() has already done that."""
         if self.released_storages is not None:
-            return
+            return 0
         self.bound.fill_copies()
         if self.states_are_offloaded and self.plan().elements[abi.OFFLOAD_TIER_DEVICE] == 0:
             # The library refuses this, but the state has never been elsewhere: these moves copy nothing.
             self.handle.reload_states()
             try:
-                self.masters.refresh()
+                return self.masters.refresh()
             finally:
                 self.handle.offload_states()
-        else:
-            self.masters.refresh()
+        return self.masters.refresh()
 
     def fit_params(self) -> None:
         """Writes params that had to wait for the end of a backward pass (Masters.fit)."""
