@@ -73,8 +73,9 @@ def some_stay(request, monkeypatch):
 
 
 def test_hooks_say_that_clip_grad_norm_will_find_nothing():
-    with pytest.warns(UserWarning, match=r"clip_grad_norm_\(\) does not find them.* max_grad_norm="):
+    with pytest.warns(UserWarning, match=r"clip_grad_norm_\(\) does not find them.* max_grad_norm=") as told:
         adamw(models.perceptron()).hook_gradients()
+    assert [each.filename for each in told] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         adamw(models.perceptron(), max_grad_norm=None).hook_gradients()

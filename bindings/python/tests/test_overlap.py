@@ -504,8 +504,9 @@ def test_a_module_may_have_all_params_below_in_modules_that_are_not_called():
 def test_without_a_forward_pass_steps_wait_and_say_so_once():
     module = nn.Linear(2, 2)
     optimizer = hybridopt.SGD(module.named_parameters(), lr=0.1, overlap=module)
-    with pytest.warns(UserWarning, match=r"overlap\(\) has seen no forward pass of its model"):
+    with pytest.warns(UserWarning, match=r"overlap\(\) has seen no forward pass of its model") as told:
         models.run(optimizer, list(module.parameters()), [0])
+    assert [each.filename for each in told] == [models.__file__]
     models.run(optimizer, list(module.parameters()), [1])
     assert not under_way(optimizer)
 

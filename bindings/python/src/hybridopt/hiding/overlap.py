@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from .. import abi
+from ..base.callers import depth_of_caller
 from ..base.owned_hooks import ParamHooks
 from ..engine.engine import Engine
 from ..params.members import Member
@@ -153,7 +154,7 @@ class Overlap:
             warnings.warn(
                 "overlap() has seen no forward pass of its model, so that step() waits; give it the "
                 "model that is called: what torch.compile has made, say",
-                stacklevel=4,
+                stacklevel=depth_of_caller(),
             )
         return not self._is_recording
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import abi
+from ..base.callers import depth_of_caller
 from ..base.checks import refuse_assignment
 from ..base.modes import in_no_mode, refuse_capture
 from ..base.owned_hooks import Removal
@@ -402,7 +403,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         refuse_fsdp1_in(self.param_groups, "hook_gradients()")
         self._finish_gradients()
         if not self._says_whether_to_clip:
-            warnings.warn(NOTHING_TO_CLIP, stacklevel=3)
+            warnings.warn(NOTHING_TO_CLIP, stacklevel=depth_of_caller())
         self._engines.end_aside(self)
         hooks = GradientHooks(self, accumulate, micro_batches, grad_scaler, free_all)
         for index, group in enumerate(self.param_groups):
