@@ -65,6 +65,8 @@ def test_every_word_is_one_of_the_librarys():
         ("needs 9 bytes; raise device_fraction, or free", "needs 9 bytes; lower offload_fraction, or free"),
         ("options.path 'options.path/group.lr' exists", "path 'options.path/group.lr' exists"),
         ("param 3 'group.beta1' and group.beta1", "param 3 'group.beta1' and betas[0]"),
+        ("'/o'brien/options.path', options.path", "'/o'brien/options.path', path"),
+        ("param 'beta1'' of 'it's/beta1'; group.beta1", "param 'beta1'' of 'it's/beta1'; betas[0]"),
         ("give both up with OFFLOAD_MOVE_DROP, or bind NULL and step", "give both up with zero_grad()"),
         ("set allow_pageable of the context to use it unpinned", "set pin=False to use it unpinned"),
         ("raise that limit, make chunk_elements or staging_slots smaller, or set", "raise that limit, or set"),

@@ -81,7 +81,9 @@ WORDS = {
     "reload_params": "reload(params=True)",
     "reload_states": "reload(states=True)",
 }
-_QUOTED = re.compile("('[^']*')")  # names of params and files, which stay as they are
+# Names of params and files, which stay as they are. An apostrophe inside of one is taken for a part of it if another
+# letter or apostrophe follows.
+_QUOTED = re.compile(r"((?<!\w)'(?:[^']|'(?=[\w']))*'(?![\w']))")
 _STRUCT = re.compile(r"(?<![\w.])(?:options|group)\.(?=\w)")
 _WORD = re.compile(r"(?<![\w.])(?:" + "|".join(sorted(map(re.escape, WORDS), key=len, reverse=True)) + r")(?!\w)")
 
