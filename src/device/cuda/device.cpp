@@ -38,8 +38,6 @@ constexpr uint64_t kFlagPageBytes = 4096;
 // wait.
 constexpr int64_t kDrainNs = 2'000'000'000;
 
-cudaStream_t Of(StreamHandle stream) { return static_cast<cudaStream_t>(stream); }
-
 // An event and its label. Its handle is its address.
 struct Event {
   cudaEvent_t event = nullptr;
@@ -47,7 +45,7 @@ struct Event {
   std::atomic<StreamHandle> stream = nullptr;  // of the latest record
 };
 
-Event& Of(EventHandle event) {
+Event& EventOf(EventHandle event) {
   HYBRIDOPT_CHECK(event != nullptr);
   return *reinterpret_cast<Event*>(event);
 }
@@ -541,19 +539,20 @@ Result<EventHandle> CudaDevice::CreateEvent(const char* label) {
 void CudaDevice::DestroyEvent(EventHandle event) {
   if (event == nullptr) return;
   const Scope scope = Enter();
-  (void)cudaEventDestroy(Of(event).event);
-  delete &Of(event);
+  (void)cudaEventDestroy(EventOf(event).event);
+  delete &EventOf(event);
 }
 
 Status CudaDevice::Record(EventHandle event, StreamHandle stream) {
   const Scope scope = Enter();
-  Of(event).stream = stream;
-  return Check(cudaEventRecord(Of(event).event, Of(stream)), "cudaEventRecord", stream);
+  EventOf(event).stream = stream;
+  return Check(cudaEventRecord(EventOf(event).event, Of(stream)), "cudaEventRecord", stream);
 }
 
 Status CudaDevice::StreamWait(StreamHandle stream, EventHandle event) {
   const Scope scope = Enter();
-  return Check(cudaStreamWaitEvent(Of(stream), Of(event).event, 0), "cudaStreamWaitEvent", stream);
+  return Check(cudaStreamWaitEvent(Of(stream), EventOf(event).event, 0), "cudaStreamWaitEvent",
+               stream);
 }
 
 // The driver compares flags as counters that wrap around, so the value of a released flag
@@ -569,7 +568,7 @@ Status CudaDevice::StreamWaitFlag(StreamHandle stream, const std::atomic<uint64_
 
 Result<bool> CudaDevice::Reached(EventHandle event) {
   const Scope scope = Enter();
-  return EventDone(Of(event));
+  return EventDone(EventOf(event));
 }
 
 Result<bool> CudaDevice::EventDone(const Event& event) const {
@@ -581,7 +580,7 @@ Result<bool> CudaDevice::EventDone(const Event& event) const {
 
 Status CudaDevice::Wait(EventHandle event, int64_t timeout_ns) {
   const Scope scope = Enter();
-  const Event& waited = Of(event);
+  const Event& waited = EventOf(event);
   HYBRIDOPT_ASSIGN(const bool done, PollUntil([&] { return EventDone(waited); }, timeout_ns));
   if (done) return {};
   return Status::Error(OFFLOAD_TIMED_OUT,
@@ -592,13 +591,14 @@ Status CudaDevice::Wait(EventHandle event, int64_t timeout_ns) {
 Result<double> CudaDevice::Elapsed(EventHandle begin, EventHandle end) {
   const Scope scope = Enter();
   float milliseconds = 0;
-  const cudaError_t error = cudaEventElapsedTime(&milliseconds, Of(begin).event, Of(end).event);
+  const cudaError_t error =
+      cudaEventElapsedTime(&milliseconds, EventOf(begin).event, EventOf(end).event);
   if (error == cudaErrorNotReady || error == cudaErrorInvalidResourceHandle) {
     (void)cudaGetLastError();
     return Status::Error(OFFLOAD_INVALID_STATE,
                          "event \"%s\" or \"%s\" has no time: it was not recorded, or its latest "
                          "record has not been reached; wait for it first",
-                         Of(begin).label.c_str(), Of(end).label.c_str());
+                         EventOf(begin).label.c_str(), EventOf(end).label.c_str());
   }
   HYBRIDOPT_TRY(fault_.Check(error, "cudaEventElapsedTime"));
   return static_cast<double>(milliseconds) * 1e-3;

@@ -9,8 +9,12 @@
 #include <string>
 
 #include "base/status.h"
+#include "device/device.h"
 
 namespace hybridopt::cuda {
+
+// The stream behind a handle of the port.
+inline cudaStream_t Of(StreamHandle stream) { return static_cast<cudaStream_t>(stream); }
 
 // Driver functions for which the runtime has no equal: contexts without a change of device, memory
 // that can be freed while streams run, waits for a word of memory.

@@ -51,8 +51,6 @@ struct Parts {
   void* const base_;
 };
 
-cudaStream_t Of(StreamHandle stream) { return static_cast<cudaStream_t>(stream); }
-
 bool InQuads(const void* array, uint64_t element_bytes) {
   return reinterpret_cast<uintptr_t>(array) % (4 * element_bytes) == 0;
 }
