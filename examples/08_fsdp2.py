@@ -4,7 +4,7 @@ halfway and goes on in a new model.
 
     torchrun --nproc-per-node 2 examples/08_fsdp2.py
 
-Takes half a minute on two CPUs, most of it for the start of torch. Expect falling losses, and at the end "same bits:
+Takes half a minute on two CPUs, most of it for the start of torch. Expect losses, lower at the end, and "same bits:
 yes": the new model has the params of the one that was not interrupted. Each rank uses a GPU where there is one for
 each, with NCCL between them; else they use the CPU, with gloo.
 """

@@ -5,10 +5,10 @@
 //                                              CPUs mpirun needs --oversubscribe
 //   mpirun -n 4 09_zero1 --gpu                 on four GPUs, with NCCL between them (compiled, not
 //                                              run yet)
-//   mpirun -n 4 09_zero1 --steps 20 --save DIR
+//   mpirun -n 4 09_zero1 --steps 20 --save DIR   DIR must not exist yet
 //   mpirun -n 2 09_zero1 --load DIR            goes on from there, on another number of ranks
 //
-// Takes seconds. Expect a falling loss and two hashes, which are the same for 1, 2, 4 and 8 ranks
+// Takes seconds. Expect a loss that is lower at the end and two hashes, which are the same for 1, 2, 4 and 8 ranks
 // and for a run that was saved and loaded in between.
 //
 // One step, all of it queued without waiting:

@@ -5,6 +5,7 @@ import ast
 import graphlib
 import pathlib
 import re
+import sys
 
 import pytest
 
@@ -142,3 +143,12 @@ def test_a_sub_package_without_a_place_in_the_order_is_found(tmp_path):
     (root / "low" / "__init__.py").write_text("")
     with pytest.raises(ValueError, match=r"the sub-packages are \['low'\], the order names \['high', 'low'\]"):
         upward_imports(root, ["high", "low"])
+
+
+def test_without_megatron_install_says_how_to_get_it(monkeypatch):
+    from hybridopt.integrations import megatron
+
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(ModuleNotFoundError, match="install.. replaces classes of megatron-core.*pip install --no-deps megatron-core"):
+        megatron.install()

@@ -309,7 +309,16 @@ def checking(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def found(place: str, name: str) -> ModuleType:
-    module = importlib.import_module(place)
+    try:
+        module = importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "megatron":
+            raise
+        raise ModuleNotFoundError(
+            f"install() replaces classes of megatron-core, and Python finds no {error.name}; pip install --no-deps "
+            "megatron-core==0.16.1, or another version that docs/FRAMEWORKS.md names",
+            name=error.name,
+        ) from None
     if not hasattr(module, name):
         version = getattr(importlib.import_module("megatron.core"), "__version__", "of unknown version")
         raise RuntimeError(
