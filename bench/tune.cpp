@@ -11,7 +11,7 @@
 #include <string>
 
 #include "../tests/forwarding_device.h"
-#include "gpu_model.h"
+#include "gpu/model.h"
 #include "library.h"
 #include "machine.h"
 #include "machine/context.h"

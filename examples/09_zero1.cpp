@@ -8,8 +8,8 @@
 //   mpirun -n 4 09_zero1 --steps 20 --save DIR   DIR must not exist yet
 //   mpirun -n 2 09_zero1 --load DIR            goes on from there, on another number of ranks
 //
-// Takes seconds. Expect a loss that is lower at the end and two hashes, which are the same for 1, 2, 4 and 8 ranks
-// and for a run that was saved and loaded in between.
+// Takes seconds. Expect a loss that is lower at the end and two hashes, which are the same for 1,
+// 2, 4 and 8 ranks and for a run that was saved and loaded in between.
 //
 // One step, all of it queued without waiting:
 //

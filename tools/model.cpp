@@ -23,6 +23,7 @@ constexpr char kIndex[] = "model.safetensors.index.json";
 constexpr char kConfig[] = "config.json";
 constexpr uint64_t kJsonBytesMax = uint64_t{64} << 20;
 constexpr uint64_t kFilesMax = 65536;
+constexpr uint64_t kFewestParams = 1000;  // a number below it lacks its unit
 
 bool IsThere(const std::string& path) { return SystemFiles().Look(path) == 0; }
 
@@ -198,7 +199,12 @@ Result<Json> ReadJson(const std::string& path, uint64_t bytes_max) {
 
 Result<Model> FindModel(const std::string& text) {
   uint64_t elements = 0;
-  if (ParseCount(text, &elements)) return Model{elements, ""};
+  if (ParseCount(text, &elements)) {
+    if (elements >= kFewestParams) return Model{elements, ""};
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "'%.100s' is less than 1000 parameters; did you mean '%.100sB'?",
+                         text.c_str(), text.c_str());
+  }
   if (!text.empty() && IsThere(text)) {
     HYBRIDOPT_ASSIGN(const Model model, InPath(text));
     if (model.elements >= 1) return model;

@@ -380,14 +380,25 @@ Json CandidatesJson(const Question& question, const std::vector<Candidate>& cand
   return rows;
 }
 
-Status DoesNotFit(const Question& question) {
+// Says which side has no room in any of the candidates, and what takes less of it.
+Status DoesNotFit(const Question& question, const std::vector<Candidate>& candidates) {
+  bool fits_device = false, fits_host = false;
+  for (const Candidate& candidate : candidates) {
+    fits_device |= candidate.fit.device;
+    fits_host |= candidate.fit.host;
+  }
   std::string room = SizeText(question.host_available_bytes) + " on the host";
   if (question.device_available_bytes != 0)
     room = SizeText(question.device_available_bytes) + " on the device and " + room;
   return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
-                       "nothing that these options leave open fits into %s; more --gpus share it "
-                       "out, --small-state and --stash make it smaller",
-                       room.c_str());
+                       "nothing that these options leave open fits into %s%s%s", room.c_str(),
+                       fits_device
+                           ? ""
+                           : "; on the device --gpus shares out params, gradients and state, "
+                             "--hook-gradients and --stash take some of them off it",
+                       fits_host ? ""
+                                 : "; on the host --small-state needs less, and so do a smaller "
+                                   "--stash and a disk_fraction of the optimizer");
 }
 
 }  // namespace
@@ -410,7 +421,7 @@ Result<Report> Plan(const PlanOptions& options) {
   report.json["choices"] = CandidatesJson(question, candidates);
   report.json["python"] = nullptr;
   if (best == nullptr) {
-    report.status = DoesNotFit(question);
+    report.status = DoesNotFit(question, candidates);
     report.json["status"] = offload_status_name(report.status.code());
     return report;
   }

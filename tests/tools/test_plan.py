@@ -119,7 +119,10 @@ def test_plan_of_a_training_that_does_not_fit():
     assert "optimizer = " not in result.stdout
     refused = "nothing that these options leave open fits into 80.0 GiB on the device and 96.0 GiB on the host"
     assert refuse(BAD, refused, *PRESET, *machine) == "OUT_OF_HOST_MEMORY"
-    refuse(BAD, "1.0 GiB on the host; more --gpus share it out", "plan", "7B", "--host-memory", "1GiB")
+    refuse(BAD, "1.0 GiB on the host; on the host --small-state needs less", "plan", "7B", "--host-memory", "1GiB")
+    narrow = ["plan", "7B", "--device-memory", "1GiB", "--host-memory", "900GiB"]
+    refuse(BAD, "; on the device --gpus shares out params", *narrow)
+    assert "on the host --small" not in tool(*narrow).stderr
     told = answer(*PRESET[1:], "--host-memory", "1TiB", "--device-memory", "80GiB", code=BAD)
     assert told["host_fits"] is True
 
@@ -198,6 +201,10 @@ def test_a_number_that_is_none(number):
     result = tool("plan", "--", number)
     assert (result.returncode, result.stdout) == (USAGE, "")
     assert f"hybridopt: '{number}' is no model" in result.stderr
+
+
+def test_a_number_without_its_unit():
+    refuse(USAGE, "'8' is less than 1000 parameters; did you mean '8B'?", "plan", "8")
 
 
 LLAMA = {

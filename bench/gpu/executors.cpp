@@ -7,8 +7,8 @@
 #include <string>
 #include <thread>
 
-#include "gpu_device.h"
-#include "gpu_model.h"
+#include "gpu/device.h"
+#include "gpu/model.h"
 
 namespace bench {
 namespace {

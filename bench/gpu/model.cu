@@ -5,8 +5,8 @@
 #include <random>
 #include <thread>
 
-#include "gpu_device.h"
-#include "gpu_model.h"
+#include "gpu/device.h"
+#include "gpu/model.h"
 
 namespace bench {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <string>
 
-#include "gpu_device.h"
+#include "gpu/device.h"
 #include "library.h"
 #include "pages.h"
 #include "suites.h"
