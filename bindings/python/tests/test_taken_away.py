@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import signal
 
 import pytest
 import ranks
@@ -15,7 +16,9 @@ import hybridopt
 from hybridopt import abi
 from hybridopt.engine import moves
 from hybridopt.engine.engine import Engine
+from hybridopt.optimizers.checkpoints import Transfer
 from hybridopt.params import released_storages
+from hybridopt.steps.queued import Steps
 from models import bits, cut_off, drawn_seeds, perceptron, run, set_gradients, state_bits
 
 OFFLOADED = (
@@ -544,6 +547,40 @@ def test_a_step_that_is_cut_off_anywhere_is_made_or_not(overlaps, hooks):
         optimizer.step()
         optimizer.synchronize()
         assert everything(model, optimizer) == expected[made_steps.pop() + 1], line
+
+
+def refused_save(optimizer, folder):
+    with pytest.raises(hybridopt.abi.HybridoptError, match="exists"):
+        optimizer.save_checkpoint(folder, progress=False)
+
+
+def interrupted(call):
+    with pytest.raises(KeyboardInterrupt):
+        call()
+
+
+def interrupted_step(optimizer, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Steps, "result", lambda *_: signal.raise_signal(signal.SIGINT))
+        interrupted(optimizer.step)
+
+
+def interrupted_load(optimizer, folder):
+    optimizer.save_checkpoint(folder / "whole", progress=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transfer, "wait", lambda _: signal.raise_signal(signal.SIGINT))
+        interrupted(lambda: optimizer.load_checkpoint(folder / "whole", progress=False))
+
+
+@pytest.mark.parametrize("cut_short", [refused_save, interrupted_step, interrupted_load])
+def test_nothing_is_under_way_when_an_exception_comes(cut_short, tmp_path):
+    """Code that catches it may write params, and free their memory: after these calls they have no trap."""
+    params = [torch.nn.Parameter(torch.ones(4_000_000, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = hybridopt.AdamW(params, lr=0.1, threads=1)
+    optimizer.materialize()
+    params[0].grad = torch.ones_like(params[0])
+    cut_short(optimizer, tmp_path)
+    optimizer._engine.handle.drain(timeout_ns=0)  # else TimedOutError
 
 
 @pytest.mark.parametrize("call", ["last_step", "synchronize"])

@@ -8,7 +8,7 @@ documentation says so.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from ..steps.queued import Steps
 from ..steps.under_way import Keeper, UnderWay
 from ..sync.in_sync import in_sync_of
 from ..sync.masters import Masters
+
+_PATIENCE_NS = 10_000_000_000  # with work that has been queued when an exception comes
 
 
 class Engine:
@@ -185,10 +187,11 @@ class Engine:
         On a GPU the host waits, instead of the current stream (offload_optimizer_stream_wait): after such a wait of
         the stream, torch's copies into memory that is not pinned, such as .cpu(), did not return."""
         kept = dict(self.bound.kept)
-        active, ticket, _ = self._queue(options, list(kept.values()))
-        self.bound.note_queued()  # now, since Ctrl-C may end the wait below
-        self.bound.note_written_in_place(active)  # while the library computes
-        result = self.steps.result(ticket)
+        with self.ended_if_cut_off():
+            active, ticket, _ = self._queue(options, list(kept.values()))
+            self.bound.note_queued()  # now, since Ctrl-C may end the wait below
+            self.bound.note_written_in_place(active)  # while the library computes
+            result = self.steps.result(ticket)
         self.bound.take_copies(active)
         self.see_versions()
         self._note_end([])
@@ -203,22 +206,36 @@ class Engine:
     ) -> None:
         """Queues a step over the bound params. A param may be used after under_way has waited for it; `keeper` is
         told of each use. `aliases` are other tensors over the memory of params."""
-        active, ticket, refreshed = self._queue(options, [])  # under_way keeps the gradients alive
-        self.bound.note_written_in_place(active)
-        self.see_versions()
-        gradients = self.bound.gradients()
-        if self.under_way is None:
-            self.under_way = UnderWay(self.handle, self.steps, self.device, self.slots, self._note_end)
-        self.under_way.begin(ticket, active, gradients, aliases, keeper)
-        # Last: an exception may have ended this before, and the library reads the gradients until the step has ended.
-        self.bound.note_queued()
-        self.bound.release()
-        if refreshed:
+        with self.ended_if_cut_off():
+            active, ticket, refreshed = self._queue(options, [])  # under_way keeps the gradients alive
+            self.bound.note_written_in_place(active)
+            self.see_versions()
+            gradients = self.bound.gradients()
+            if self.under_way is None:
+                self.under_way = UnderWay(self.handle, self.steps, self.device, self.slots, self._note_end)
+            self.under_way.begin(ticket, active, gradients, aliases, keeper)
+            # Last: an exception may have ended this before, and the library reads the gradients until the step has ended.
+            self.bound.note_queued()
+            self.bound.release()
             self._await_refresh(refreshed)
 
+    @contextlib.contextmanager
+    def ended_if_cut_off(self) -> Iterator[None]:
+        """An exception leaves this context, such as that of Ctrl-C or of a refused call, when the library has done what has
+        been queued: other code may then write or free params that have no trap. Work that hangs is waited for some
+        seconds only."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(abi.HybridoptError):
+                self.handle.drain(_PATIENCE_NS)
+            raise
+
     def _await_refresh(self, ticket: int) -> None:
-        """Waits until the library has read the params whose masters it refreshes before a step. Those that the step does
-        not update get no trap, so other code may write or free them at once."""
+        """Waits until the library has read the params whose masters it refreshes (0: none). Those that a step does not
+        update get no trap, so other code may write or free them at once."""
+        if ticket == 0:
+            return
         if self.device.type == "cpu":
             self.handle.wait(ticket)
         else:
@@ -431,7 +448,7 @@ class Engine:
                 )
         self._count_loaded_moments(self.slots)
         self._push_empty_counts()
-        self.refresh_masters()
+        self._await_refresh(self.refresh_masters())
 
     def _push_empty_counts(self) -> None:
         """Sets the step counts of params without elements: torch counts their steps, the library does not."""

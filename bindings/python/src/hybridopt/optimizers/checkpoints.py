@@ -83,13 +83,14 @@ def save(
 ) -> Transfer:
     check_switch("masters_only", masters_only)
     check_switch("wait", wait)
-    engine.before_save()
     function = progress_function(progress, f"save {os.fspath(path)}")
     flags = abi.OFFLOAD_SAVE_MASTERS_ONLY if masters_only else 0
-    stream = engine.stream() or None
-    ticket = engine.handle.save(
-        path, keep=engine.bound.storages(), flags=flags, stream=stream, progress=function
-    )
+    with engine.ended_if_cut_off():
+        engine.before_save()
+        stream = engine.stream() or None
+        ticket = engine.handle.save(
+            path, keep=engine.bound.storages(), flags=flags, stream=stream, progress=function
+        )
     transfer = Transfer(engine, ticket, function, f"save to {os.fspath(path)!r}")
     if wait:
         transfer.wait()
@@ -112,10 +113,11 @@ def load(
     flags |= abi.OFFLOAD_LOAD_KEEP_STEPS if keep_steps else 0
     function = progress_function(progress, f"load {os.fspath(path)}")
     stream = engine.stream() or None
-    ticket = engine.handle.load(
-        path, keep=engine.bound.storages(), flags=flags, stream=stream, progress=function
-    )
-    Transfer(engine, ticket, function, f"load of {os.fspath(path)!r}").wait()
+    with engine.ended_if_cut_off():
+        ticket = engine.handle.load(
+            path, keep=engine.bound.storages(), flags=flags, stream=stream, progress=function
+        )
+        Transfer(engine, ticket, function, f"load of {os.fspath(path)!r}").wait()
     if keep_steps or not fresh_moments:
         info, tensors = abi.checkpoint_inspect(path)
         counts: dict[str, int] = {}
