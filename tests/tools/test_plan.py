@@ -62,8 +62,8 @@ def test_plan_of_no_fraction(fraction):
 
 
 def test_plan_counts_every_element():
-    odd = answer("3", "--offload-fraction", "0.5")
-    assert odd["grads_down_bytes"] == 4  # 2 elements of bf16 on the host, 1 on the device
+    odd = answer("1003", "--offload-fraction", "0.5")
+    assert odd["grads_down_bytes"] == 1004  # 502 elements of bf16 on the host, 501 on the device
 
 
 PRESET = ["plan", "14B", "--small-state", "--hook-gradients", "--activations", "50GiB", "--stash", "8GiB"]
@@ -361,7 +361,7 @@ def test_ranks_share_the_model():
     for key in ("host_bytes", "device_bytes", "training_device_bytes"):
         assert shared[key] == alone[key]
     assert shared["all_ranks_host_bytes"] == 8 * alone["training_host_bytes"]
-    assert answer("17", "--gpus", "8", *ROOM)["elements_of_a_rank"] == 3
+    assert answer("8001", "--gpus", "8", *ROOM)["elements_of_a_rank"] == 1001
     text = succeed("plan", "8e9", "--gpus", "8", "--offload-fraction", "1", *ROOM)
     assert "each of 8 GPUs has 1,000,000,000 of them" in text and ": 8 times state " in text
     # One rank's state fits the host, eight do not.

@@ -1317,3 +1317,23 @@ def test_a_param_whose_memory_torch_cannot_free_is_named_before_anything_moves()
     with optimizer.offloaded():
         assert named["b"].untyped_storage().nbytes() == 0
     assert models.bits(named.values()) == before
+
+
+def test_the_end_of_the_optimizer_waits_for_copies_of_its_hooks(monkeypatch):
+    """A tensor of `state` that the program keeps also keeps the library's optimizer, which copies gradients."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
+    optimizer = hybridopt.SGD(model.parameters(), lr=0.1, momentum=0.9, threads=1, max_grad_norm=None)
+    optimizer.hook_gradients()
+    optimizer.materialize()
+    state, handle = optimizer.state[model[0].weight]["momentum_buffer"], optimizer._engine.handle
+    waited = []
+    drain = type(handle).drain
+    monkeypatch.setattr(type(handle), "drain", lambda self, *rest: (waited.append(bool(in_flight)), drain(self, *rest)))
+    model(torch.ones(2, 1024)).square().mean().backward()
+    in_flight = optimizer._hooks._in_flight
+    kept = [storage for _, leaving in in_flight for _, storage in leaving]
+    assert kept and all(storage.nbytes() for storage in kept)
+    del optimizer
+    gc.collect()
+    assert waited[-1:] == [True] and not in_flight
+    assert state.shape == (1024, 1024)

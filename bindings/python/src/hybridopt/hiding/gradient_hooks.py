@@ -11,7 +11,9 @@ device will read are not copied: `grad` becomes None too, and they live until th
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
+import os
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
@@ -42,6 +44,9 @@ MAX_IN_FLIGHT_ACCUMULATING = 4
 # How many streams one call to the library may name.
 MAX_STREAMS = 4
 _MARK = "hybridopt"
+
+# By ticket: the tensors that its copies read, and their memory.
+InFlight = collections.deque[tuple[int, list[tuple[Tensor, torch.UntypedStorage]]]]
 
 
 class Final(NamedTuple):
@@ -130,13 +135,17 @@ class GradientHooks:
         self._final_bytes = 0
         self._streams: dict[int, None] = {}
         self._graph_task = -1  # the backward pass at whose end the batch is offloaded
-        # Tickets of copies that may still be under way, and the tensors that they read.
-        self._in_flight: collections.deque[tuple[int, list[Tensor]]] = collections.deque()
+        # Copies that may still be under way. Their memory is kept too, because a tensor may get other memory.
+        self._in_flight: InFlight = collections.deque()
+        self._wait_at_end: weakref.finalize | None = None
         self._begun = False  # whether a gradient for the next step has been collected
         self.grad_scaler = grad_scaler
 
     def attach(self, engine: Engine) -> None:
         """Hooks the params of an engine, instead of those of the engine before."""
+        if self._wait_at_end is not None:
+            self._wait_at_end.detach()
+        self._wait_at_end = weakref.finalize(self, _end, engine.handle, self._in_flight, os.getpid())
         self._param_hooks.attach(slot.param for slot in engine.slots)
 
     def remove(self) -> None:
@@ -256,7 +265,7 @@ class GradientHooks:
         if leaving:
             flags = abi.OFFLOAD_MOVE_ACCUMULATE if self._accumulate else 0
             ticket = send_gradients(engine, leaving, flags, streams, hooked=True)
-            self._in_flight.append((ticket, list(leaving.values())))
+            self._in_flight.append((ticket, [(each, each.untyped_storage()) for each in leaving.values()]))
         moved.have_left = True
         take_off(engine, functools.partial(note_taken, optimizer))
 
@@ -292,6 +301,14 @@ class GradientHooks:
             except abi.TimedOutError:
                 return
             self._in_flight.popleft()
+
+
+def _end(handle: abi.Optimizer, in_flight: InFlight, process: int) -> None:
+    """Waits for copies at the end of their hooks or of the process, which free what the copies read."""
+    if in_flight and os.getpid() == process and not handle.closed:
+        with contextlib.suppress(abi.HybridoptError):
+            handle.drain()
+    in_flight.clear()
 
 
 def check_micro_batches(micro_batches: int | None, accumulate: bool) -> None:
