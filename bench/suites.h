@@ -45,7 +45,7 @@ void MeasureOptimizers(const Settings& settings, Report& report);
 void MeasureGpu(const Settings& settings, Report& report);
 
 // The host share of a GPU updated by each executor, and the speed that each leaves to a model
-// (gpu_executors.cpp).
+// (gpu/executors.cpp).
 void MeasureGpuExecutors(const Settings& settings, Report& report);
 
 // Saves and loads, compared with plain readers and writers of as many bytes

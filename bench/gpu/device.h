@@ -156,7 +156,7 @@ constexpr LayoutCase kLayouts[] = {
 };
 
 // A part of MeasureGpuExecutors: the host share updated by CPU threads, by the device and by both,
-// compared with ceilings of the same run (gpu_executors.cpp).
+// compared with ceilings of the same run (gpu/executors.cpp).
 void MeasureExecutors(const Settings& settings, const Context& context, Report& report);
 // Measures how much of its speed a forward and backward pass keeps while state streams.
 void MeasureModelBesideStreams(const Settings& settings, const Context& context, Report& report);
