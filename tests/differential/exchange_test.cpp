@@ -45,14 +45,22 @@ Interval Chunk(int64_t extent, int64_t part, int64_t parts) {
   return {std::min(extent, part * even), std::min(extent, (part + 1) * even)};
 }
 
-Pieces Along(size_t dimension, const Shape& shape, int64_t world) {
+// The piece of each rank: what `cut` leaves of the intervals of the whole.
+template <typename Cut>
+Pieces OfEachRank(const Shape& shape, int64_t world, Cut&& cut) {
   Pieces pieces;
   for (int64_t rank = 0; rank < world; ++rank) {
     std::vector<Interval> intervals = WholeOf(shape);
-    intervals[dimension] = Chunk(shape[dimension], rank, world);
+    cut(rank, intervals);
     pieces.push_back(Boxed(shape, intervals));
   }
   return pieces;
+}
+
+Pieces Along(size_t dimension, const Shape& shape, int64_t world) {
+  return OfEachRank(shape, world, [&](int64_t rank, std::vector<Interval>& intervals) {
+    intervals[dimension] = Chunk(shape[dimension], rank, world);
+  });
 }
 Pieces Rows(const Shape& shape, int64_t world) { return Along(shape.size() - 2, shape, world); }
 Pieces Cols(const Shape& shape, int64_t world) { return Along(shape.size() - 1, shape, world); }
@@ -61,36 +69,23 @@ Pieces Stacks(const Shape& shape, int64_t world) { return Along(0, shape, world)
 // The last two dimensions are cut, so that every rank has a block.
 Pieces Blocks(const Shape& shape, int64_t world) {
   const int64_t across = world > 1 ? 2 : 1;
-  Pieces pieces;
-  for (int64_t rank = 0; rank < world; ++rank) {
-    std::vector<Interval> intervals = WholeOf(shape);
+  return OfEachRank(shape, world, [&](int64_t rank, std::vector<Interval>& intervals) {
     intervals[shape.size() - 2] = Chunk(shape[shape.size() - 2], rank / across, world / across);
     intervals[shape.size() - 1] = Chunk(shape[shape.size() - 1], rank % across, across);
-    pieces.push_back(Boxed(shape, intervals));
-  }
-  return pieces;
+  });
 }
 
 // Rank 0 has one row, the last one the others.
 Pieces Uneven(const Shape& shape, int64_t world) {
-  Pieces pieces;
-  for (int64_t rank = 0; rank < world; ++rank) {
-    std::vector<Interval> intervals = WholeOf(shape);
-    const bool last = rank == world - 1;
-    intervals[0] = {rank == 0 ? 0 : 1, last ? shape[0] : 1};
-    pieces.push_back(Boxed(shape, intervals));
-  }
-  return pieces;
+  return OfEachRank(shape, world, [&](int64_t rank, std::vector<Interval>& intervals) {
+    intervals[0] = {rank == 0 ? 0 : 1, rank == world - 1 ? shape[0] : 1};
+  });
 }
 
 Pieces OnTheLast(const Shape& shape, int64_t world) {
-  Pieces pieces;
-  for (int64_t rank = 0; rank < world; ++rank) {
-    std::vector<Interval> intervals = WholeOf(shape);
+  return OfEachRank(shape, world, [&](int64_t rank, std::vector<Interval>& intervals) {
     if (rank != world - 1) intervals[0] = {0, 0};
-    pieces.push_back(Boxed(shape, intervals));
-  }
-  return pieces;
+  });
 }
 
 Pieces Everywhere(const Shape& shape, int64_t world) {
@@ -99,13 +94,9 @@ Pieces Everywhere(const Shape& shape, int64_t world) {
 
 // Cut between pairs of ranks, the second of which has what the first has.
 Pieces Pairs(const Shape& shape, int64_t world) {
-  Pieces pieces;
-  for (int64_t rank = 0; rank < world; ++rank) {
-    std::vector<Interval> intervals = WholeOf(shape);
+  return OfEachRank(shape, world, [&](int64_t rank, std::vector<Interval>& intervals) {
     intervals[1] = Chunk(shape[1], rank / 2, (world + 1) / 2);
-    pieces.push_back(Boxed(shape, intervals));
-  }
-  return pieces;
+  });
 }
 
 // Ranges of growing length, which begin and end inside rows.

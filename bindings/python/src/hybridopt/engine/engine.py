@@ -276,9 +276,7 @@ class Engine:
             for slot in written:
                 self.in_sync.forget_one(slot)
         elif self.steps.was_last_skipped():
-            ticket = self.masters.refresh()  # a skipped step follows no param
-            if ticket:
-                self.handle.wait(ticket)
+            self._await_refresh(self.masters.refresh())  # a skipped step follows no param
 
     def refresh_masters(self) -> int:
         """Updates the masters of params that other code has written, and returns the ticket, or 0 if there was nothing
