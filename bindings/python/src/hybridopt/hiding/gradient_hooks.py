@@ -11,9 +11,7 @@ device will read are not copied: `grad` becomes None too, and they live until th
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
-import os
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
@@ -31,6 +29,7 @@ from ..engine.engine import Engine
 from ..engine.moves import send_gradients, take_off
 from ..params.bound import Leaving
 from ..params.registered import Slot
+from ..steps.under_way import wait_at_end
 from ..traps.clipping import note_taken
 from .micro_batches import MicroBatches, refuse_another_pass
 
@@ -145,7 +144,7 @@ class GradientHooks:
         """Hooks the params of an engine, instead of those of the engine before."""
         if self._wait_at_end is not None:
             self._wait_at_end.detach()
-        self._wait_at_end = weakref.finalize(self, _end, engine.handle, self._in_flight, os.getpid())
+        self._wait_at_end = wait_at_end(self, engine.handle, self._in_flight)
         self._param_hooks.attach(slot.param for slot in engine.slots)
 
     def remove(self) -> None:
@@ -301,14 +300,6 @@ class GradientHooks:
             except abi.TimedOutError:
                 return
             self._in_flight.popleft()
-
-
-def _end(handle: abi.Optimizer, in_flight: InFlight, process: int) -> None:
-    """Waits for copies at the end of their hooks or of the process, which free what the copies read."""
-    if in_flight and os.getpid() == process and not handle.closed:
-        with contextlib.suppress(abi.HybridoptError):
-            handle.drain()
-    in_flight.clear()
 
 
 def check_micro_batches(micro_batches: int | None, accumulate: bool) -> None:

@@ -77,11 +77,8 @@ class UnderWay:
         self._versions: list[int] = []  # of the params of all slots, at begin()
         self._lock = threading.RLock()  # a param may be used in any thread
         _all.add(self)
-        # The end of the optimizer or of the process would free memory that the step uses, so a finalizer waits for the
-        # step. The finalizer must not refer to a param: a param may refer to the optimizer, and then the process would
-        # keep both.
         self._memory: Memory = {}
-        self._wait_at_end = weakref.finalize(self, _end, handle, self._memory, os.getpid())
+        self._wait_at_end = wait_at_end(self, handle, self._memory)
 
     def __del__(self) -> None:
         self._wait_at_end()
@@ -239,12 +236,26 @@ def _before_fork() -> None:
 os.register_at_fork(before=_before_fork)
 
 
-def _end(handle: abi.Optimizer, memory: Memory, process: int) -> None:
-    """Waits for a step at the end of its optimizer or of the process."""
+class InUse(Protocol):
+    """Memory that queued work uses."""
+
+    def __len__(self) -> int: ...
+
+    def clear(self) -> None: ...
+
+
+def wait_at_end(owner: object, handle: abi.Optimizer, memory: InUse) -> weakref.finalize:
+    """The end of the owner or of the process would free memory that queued work uses, so this finalizer waits for the
+    work. `memory` must not refer to a param: a param may refer to the optimizer, and then the process would keep
+    both."""
+    return weakref.finalize(owner, _end, handle, memory, os.getpid())
+
+
+def _end(handle: abi.Optimizer, memory: InUse, process: int) -> None:
     if not memory or os.getpid() != process or handle.closed:
         return
     try:
         handle.drain()
     except abi.HybridoptError as error:
-        _log.error("a step that nobody has waited for: %s", error)
+        _log.error("work that nobody has waited for: %s", error)
     memory.clear()
