@@ -1331,7 +1331,7 @@ def test_the_end_of_the_optimizer_waits_for_copies_of_its_hooks(monkeypatch):
     monkeypatch.setattr(type(handle), "drain", lambda self, *rest: (waited.append(bool(in_flight)), drain(self, *rest)))
     model(torch.ones(2, 1024)).square().mean().backward()
     in_flight = optimizer._hooks._in_flight
-    kept = [storage for _, leaving in in_flight for _, storage in leaving]
+    kept = [taken.storage for _, sent in in_flight for taken in sent]
     assert kept and all(storage.nbytes() for storage in kept)
     del optimizer
     gc.collect()

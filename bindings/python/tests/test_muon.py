@@ -1427,6 +1427,14 @@ def orders_of_hooks(rank, world):
     assert hooked.gone() == 1 + rank
     optimizer.zero_grad()
     hooked.follower.zero_grad()
+    # A gradient that another hook of one rank has kept, and the program has written.
+    hooked.backward([3, 1], 7)
+    if rank == 1:
+        optimizer._going_home._taken[1].tensor.mul_(2)
+    with pytest.raises(abi.InvalidStateError, match=r"gradient of parameter 'param_groups.0.1' was written in place after hook_"):
+        optimizer.step()
+    optimizer.zero_grad()
+    hooked.follower.zero_grad()
     for indices in ([3], [0], [1, 0]):  # also where some matrices have no gradient anywhere
         hooked.backward(indices, 8)
         hooked.step()

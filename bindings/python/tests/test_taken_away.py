@@ -333,6 +333,86 @@ def test_clipping_what_is_on_the_host_is_refused_and_the_step_goes_on(taken_by):
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
 
 
+WRITTEN = (
+    r"the gradient of parameter '2' was written in place after hook_gradients\(\) had taken it and before its step had read "
+    r"it, .*; zero_grad\(\) drops the gradients of this step"
+)
+
+
+class Weights(nn.Module):
+    """Five weights whose gradients are a number, large enough for a copy to take a while."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(300_000)) for _ in range(5))
+        names = map(str, range(5))
+        self.optimizer = hybridopt.SGD(zip(names, self.weights), lr=1.0, momentum=0.5, threads=1, max_grad_norm=None)
+        if options.pop("overlaps", False):
+            self.optimizer.overlap(self)
+        if options:
+            self.optimizer.hook_gradients(**options)
+
+    def forward(self, gradient):
+        return sum((weight * gradient).sum() for weight in self.weights)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_gradients_in_a_buffer_of_the_program_may_be_cleared_after_the_pass(overlaps, accumulate):
+    """Clears the buffer when hooks have taken the gradients that are cut from it, while copies may still run."""
+    found = []
+    for options in ({}, {"overlaps": overlaps, "accumulate": accumulate}):
+        module = Weights(**options)
+        buffer = torch.zeros(5, 300_000)
+        for seed in range(3):
+            for pass_ in range(2 if accumulate else 1):
+                for weight, gradient in zip(module.weights, buffer):
+                    weight.grad = gradient
+                module(1.0 + seed + pass_).backward()
+                if options:
+                    assert all(weight.grad is None for weight in module.weights)
+                    if accumulate:
+                        buffer.zero_()
+            module.optimizer.step()
+            buffer.zero_()
+        module.optimizer.synchronize()
+        found.append(bits(module.weights))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("when", ["before the step", "during the step", "before a later pass"])
+def test_a_write_of_a_gradient_that_hooks_have_taken_is_refused(when):
+    (module, other), held = (Weights(overlaps=True, accumulate=when == "before a later pass") for _ in range(2)), []
+    for each in (module, other):
+        each.weights[2].register_post_accumulate_grad_hook(lambda weight: held.append(weight.grad))
+        each.optimizer._hooks._param_hooks.remove()  # so that the hooks come in the order of this test
+        each.optimizer._hooks.attach(each.optimizer._ready_engine())
+    module(1.0).backward()
+    if when == "during the step":
+        module.optimizer.step()
+    held.pop().zero_()
+    if when == "before a later pass":
+        module(1.0).backward()
+    text = "the gradient of parameter '2' was written in place while a step read it" if when == "during the step" else WRITTEN
+    with pytest.raises(abi.InvalidStateError, match=text):
+        module.optimizer.synchronize() if when == "during the step" else module.optimizer.step()
+    if when == "during the step":
+        return
+    module.optimizer.zero_grad()
+    held.clear()
+    for each in (module, other):
+        each(2.0).backward()
+        each.optimizer.synchronize()
+        held.pop().zero_()  # has been copied
+        each.optimizer.step()
+        each(3.0).backward()
+        held.pop()
+        each.optimizer.step()
+        each.optimizer.synchronize()
+    assert bits(module.weights) == bits(other.weights)
+    assert all(torch.equal(weight, torch.full_like(weight, -6.0)) for weight in module.weights)
+
+
 def test_who_clips_without_hooks_or_before_the_last_pass_does_so():
     model, optimizer = made(max_grad_norm=None)
     hooks = optimizer.hook_gradients(micro_batches=2)

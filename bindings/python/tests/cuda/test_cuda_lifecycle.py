@@ -146,6 +146,34 @@ def test_hooked_gradients_step_to_the_same_bits(fraction, dtype, micro_batches, 
 LAYOUTS = {"fp32": {}, "small": {"master_layout": "split", "state_dtype": torch.bfloat16}}
 
 
+@every_fraction
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_in_a_buffer_of_the_program_may_be_cleared_after_the_pass(fraction, overlaps, accumulate):
+    """Clears the buffer when hooks have taken the gradients that are cut from it, while copies still run."""
+    found = []
+    for hooked in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4))).to("cuda", torch.bfloat16)
+        optimizer = hybridopt.AdamW(module.named_parameters(), lr=1e-3, max_grad_norm=None, offload_fraction=fraction)
+        if hooked:
+            optimizer.hook_gradients(accumulate=accumulate)
+            if overlaps:
+                optimizer.overlap(module)
+        buffer = torch.zeros(4, 2048, 2048, dtype=torch.bfloat16, device="cuda")
+        for seed in range(4):
+            for layer, gradient in zip(module, buffer):
+                layer.weight.grad = gradient
+            module(torch.full((8, 2048), 1.0 + seed, dtype=torch.bfloat16, device="cuda")).square().mean().backward()
+            if hooked:
+                buffer.zero_()
+            optimizer.step()
+            buffer.zero_()
+        optimizer.synchronize()
+        found.append(bits([param.detach().cpu() for param in module.parameters()]))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
 @pytest.mark.parametrize("layout", LAYOUTS)

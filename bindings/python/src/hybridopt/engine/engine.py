@@ -22,6 +22,7 @@ from ..params.kept_addresses import KeptAddresses
 from ..params.members import Member
 from ..params.registered import Registered, Slot, Wanted
 from ..params.released_storages import ReleasedStorage
+from ..params.taken import Taken
 from ..params.tensors import LOW_DTYPES, gradient_of, local, version_of
 from ..state.shown import Shown
 from ..state.state_memory import StateMemory
@@ -202,10 +203,11 @@ class Engine:
         return bool(result.skipped)
 
     def begin_step(
-        self, aliases: Mapping[Tensor, Sequence[Tensor]], keeper: Keeper, **options: Any
+        self, aliases: Mapping[Tensor, Sequence[Tensor]], keeper: Keeper, taken: Sequence[Taken], **options: Any
     ) -> None:
         """Queues a step over the bound params. A param may be used after under_way has waited for it; `keeper` is
-        told of each use. `aliases` are other tensors over the memory of params."""
+        told of each use. `aliases` are other tensors over the memory of params, and `taken` are gradients whose copies
+        may be under way."""
         with self.ended_if_cut_off():
             active, ticket, refreshed = self._queue(options, [])  # under_way keeps the gradients alive
             self.bound.note_written_in_place(active)
@@ -213,7 +215,7 @@ class Engine:
             gradients = self.bound.gradients()
             if self.under_way is None:
                 self.under_way = UnderWay(self.handle, self.steps, self.device, self.slots, self._note_end)
-            self.under_way.begin(ticket, active, gradients, aliases, keeper)
+            self.under_way.begin(ticket, active, gradients, aliases, keeper, taken)
             # Last: an exception may have ended this before, and the library reads the gradients until the step has ended.
             self.bound.note_queued()
             self.bound.release()
@@ -234,12 +236,16 @@ class Engine:
     def _await_refresh(self, ticket: int) -> None:
         """Waits until the library has read the params whose masters it refreshes (0: none). Those that a step does not
         update get no trap, so other code may write or free them at once."""
-        if ticket == 0:
-            return
+        if ticket != 0:
+            self.await_read(ticket, [self.stream()])
+
+    def await_read(self, ticket: int, streams: Iterable[int]) -> None:
+        """Waits for queued work, whose memory other code may write then. On a GPU later work on these streams waits."""
         if self.device.type == "cpu":
             self.handle.wait(ticket)
-        else:
-            self.handle.stream_wait(self.stream(), ticket)
+            return
+        for stream in streams:
+            self.handle.stream_wait(stream, ticket)
 
     def _queue(self, options: dict[str, Any], gradients: list[Tensor]) -> tuple[list[Slot], int, int]:
         """Returns the slots that the step updates, its ticket, and that of the refresh before it (0: there is none)."""

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from .. import abi
 from ..base.modes import in_no_mode
 from ..base.owned_hooks import ParamHooks
+from ..params.taken import Taken, refuse_written, written_of
 from ..params.tensors import TELLS_GRAD_DTYPE, local, local_gradient
 from ..ranks import homes
 from ..ranks.homes import CutMatrix, Gathering
@@ -73,7 +74,7 @@ class GoingHome:
         self._number_of: dict[Tensor, int] = {each.param: number for number, each in enumerate(matrices)}
         self._group = group
         self.micro_batches = MicroBatches(micro_batches)
-        self._taken: dict[int, Tensor] = {}  # by number: gradients of this round that a hook has taken
+        self._taken: dict[int, Taken] = {}  # by number: gradients of this round that a hook has taken
         self._gone: list[Gathering] = []  # those that have gone, in order
         self._round = 0
         self._hooks = ParamHooks(self._take)
@@ -95,7 +96,7 @@ class GoingHome:
         each = self._matrices[number]
         part = local_gradient(param.grad, param, each.cut.name)
         self._check(number, part.dtype)
-        self._taken[number] = part
+        self._taken[number] = Taken(each.cut.name, part)
         param.grad = None
         note_taken(optimizer, [param])
         self._send(len(self._order), fills_up=False)
@@ -117,24 +118,28 @@ class GoingHome:
         while len(self._gone) < end:
             number = self._order[len(self._gone)]
             each = self._matrices[number]
-            part = self._taken.get(number)
-            if part is None:
-                if not fills_up:
-                    return
+            taken = self._taken.get(number)
+            if taken is not None:
+                part = taken.tensor
+            elif fills_up:
                 own = each.param._local_tensor
                 part = torch.zeros(own.shape, dtype=_dtype_of(each.param), device=own.device)
+            else:
+                return
             self._gone.append(Gathering(each.cut, part))
 
     # ------------------------------------------------------------------------ what the optimizer calls --
 
     def dtype_of(self, number: int) -> torch.dtype | None:
         """The dtype of a gradient that has been taken."""
-        part = self._taken.get(number)
-        return None if part is None else part.dtype
+        taken = self._taken.get(number)
+        return None if taken is None else taken.tensor.dtype
 
     def settle(self) -> None:
-        """Sends what the others have begun with. All ranks call it."""
-        told = homes.told((self._round, len(self._gone)), self._group)
+        """Sends what the others have begun with. Raises on all ranks if other code has written a gradient in place since a
+        hook took it. All ranks call it."""
+        written_here = written_of(self._taken.values())
+        told = homes.told((self._round, len(self._gone), written_here), self._group)
         sharing = sorted({rank for each in self._matrices for rank in each.cut.runs})
         rounds = {rank: told[rank][0] for rank in sharing}
         if len(set(rounds.values())) > 1:
@@ -143,12 +148,17 @@ class GoingHome:
                 "zero_grad(), expected one number; call both alike on all ranks, and make a new optimizer"
             )
         self._send(max((told[rank][1] for rank in sharing), default=0), fills_up=True)
+        written = next((name for _, _, name in told.values() if name is not None), None)
+        if written is not None:
+            refuse_written(written)
 
     def parts_of(self, number: int) -> Gathering | Tensor | None:
         """After settle(): a gradient on its way home, or this rank's part of one that has not gone; None: there is
         none."""
         place = self._place_of.get(number, len(self._gone))
-        return self._gone[place] if place < len(self._gone) else self._taken.get(number)
+        if place < len(self._gone):
+            return self._gone[place]
+        return self._taken[number].tensor if number in self._taken else None
 
     def end_round(self) -> None:
         """The next gradients are those of another step."""

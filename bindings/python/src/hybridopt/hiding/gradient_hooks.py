@@ -29,6 +29,7 @@ from ..engine.engine import Engine
 from ..engine.moves import send_gradients, take_off
 from ..params.bound import Leaving
 from ..params.registered import Slot
+from ..params.taken import Taken, owns_storage, refuse_written, written_of
 from ..steps.under_way import wait_at_end
 from ..traps.clipping import note_taken
 from .micro_batches import MicroBatches, refuse_another_pass
@@ -44,8 +45,8 @@ MAX_IN_FLIGHT_ACCUMULATING = 4
 MAX_STREAMS = 4
 _MARK = "hybridopt"
 
-# By ticket: the tensors that its copies read, and their memory.
-InFlight = collections.deque[tuple[int, list[tuple[Tensor, torch.UntypedStorage]]]]
+# By ticket: the gradients that its copies read.
+InFlight = collections.deque[tuple[int, list[Taken]]]
 
 
 class Final(NamedTuple):
@@ -134,8 +135,8 @@ class GradientHooks:
         self._final_bytes = 0
         self._streams: dict[int, None] = {}
         self._graph_task = -1  # the backward pass at whose end the batch is offloaded
-        # Copies that may still be under way. Their memory is kept too, because a tensor may get other memory.
-        self._in_flight: InFlight = collections.deque()
+        self._in_flight: InFlight = collections.deque()  # copies that may still be under way
+        self._written: str | None = None  # a param whose gradient other code has written while it was in flight
         self._wait_at_end: weakref.finalize | None = None
         self._begun = False  # whether a gradient for the next step has been collected
         self.grad_scaler = grad_scaler
@@ -163,11 +164,33 @@ class GradientHooks:
         self._in_flight.clear()
         self.begin_again()
 
+    def drop(self) -> None:
+        """Starts the step again: its gradients are dropped, and other code may write them."""
+        for each in self.in_flight():
+            each.may_be_written = True
+        self.begin_again()
+
     def begin_again(self) -> None:
         """Starts a new step: the gradients of the last one have been used or dropped."""
         self._begun = False
+        self._written = None
         self.micro_batches.begin_step()
         self._forget_final()
+
+    def in_flight(self) -> list[Taken]:
+        """The gradients that copies may still read."""
+        return [each for _, sent in self._in_flight for each in sent]
+
+    def refuse_written(self) -> None:
+        """Raises if other code has written a gradient in place since a hook took it."""
+        written = self._written or written_of(self.in_flight())
+        if written is not None:
+            refuse_written(written)
+
+    def finish_copies(self, engine: Engine) -> None:
+        """Waits for the copies that are under way, after which other code may write what they have read."""
+        while self._in_flight:
+            self._drop_oldest(engine, -1)
 
     def tell_scaler(self, found_inf: bool) -> None:
         """Stores whether the step found Inf or NaN where GradScaler.update() reads it. The scaler cannot find
@@ -264,17 +287,22 @@ class GradientHooks:
         if leaving:
             flags = abi.OFFLOAD_MOVE_ACCUMULATE if self._accumulate else 0
             ticket = send_gradients(engine, leaving, flags, streams, hooked=True)
-            self._in_flight.append((ticket, [(each, each.untyped_storage()) for each in leaving.values()]))
+            self._in_flight.append((ticket, [Taken(slot.name, grad) for slot, grad in leaving.items()]))
+            if any(slot.is_plain and not owns_storage(grad) for slot, grad in leaving.items()):
+                engine.await_read(ticket, streams)  # the program may write its buffer after the pass
         moved.have_left = True
         take_off(engine, functools.partial(note_taken, optimizer))
 
     def _stays(self, final: Final) -> bool:
         """Whether a gradient stays on the device. FSDP2 puts the gradients of one module into one storage, and a
-        single gradient that stays would keep the memory of all of them. So they all stay, or all leave."""
+        single gradient that stays would keep the memory of all of them. So they all stay, or all leave. A plain gradient
+        that is cut from a buffer leaves, since the buffer may be the program's, which writes it again."""
         should_stay = bool(self._keep[final.slot.id])
-        storage = final.usable.untyped_storage()
-        if storage.nbytes() == final.usable.nbytes:
+        if owns_storage(final.usable):
             return should_stay
+        if final.slot.is_plain:
+            return False
+        storage = final.usable.untyped_storage()
         if storage.data_ptr() != self._storage[0]:
             stays = 2 * self._owed_bytes > storage.nbytes()
             self._storage = (storage.data_ptr(), stays)
@@ -293,13 +321,19 @@ class GradientHooks:
         """Drops gradients that have been copied. Waits for the oldest copy if too many are under way."""
         most = MAX_IN_FLIGHT_ACCUMULATING if self._accumulate else MAX_IN_FLIGHT
         while self._in_flight:
-            ticket, _ = self._in_flight[0]
-            patience_ns = -1 if len(self._in_flight) >= most else 0
-            try:
-                engine.handle.wait(ticket, timeout_ns=patience_ns)
-            except abi.TimedOutError:
+            if not self._drop_oldest(engine, -1 if len(self._in_flight) >= most else 0):
                 return
-            self._in_flight.popleft()
+
+    def _drop_oldest(self, engine: Engine, patience_ns: int) -> bool:
+        """Drops the gradients of the oldest copy if it ends in this time, and returns whether it does."""
+        ticket, sent = self._in_flight[0]
+        try:
+            engine.handle.wait(ticket, timeout_ns=patience_ns)
+        except abi.TimedOutError:
+            return False
+        self._written = self._written or written_of(sent)
+        self._in_flight.popleft()
+        return True
 
 
 def check_micro_batches(micro_batches: int | None, accumulate: bool) -> None:

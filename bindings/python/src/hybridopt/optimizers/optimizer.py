@@ -150,6 +150,8 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
             self._history.note_skipped()
             return loss
         engine = self._prepare()
+        if self._hooks is not None:
+            self._hooks.refuse_written()
         if self in taken_by:
             note_used(self)
         if engine is not None and (engine.bound.bind() or self._comm is not None):
@@ -168,7 +170,8 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
             engine.settle_ended()
         engine.expects_skips = is_told
         if self._overlap is not None and not is_told and self._overlap.may_begin():
-            engine.begin_step(self._overlap.aliases(), self._overlap, **options)
+            taken = [] if self._hooks is None else self._hooks.in_flight()
+            engine.begin_step(self._overlap.aliases(), self._overlap, taken, **options)
             if self._hooks is not None:
                 self._hooks.begin_again()
             return
@@ -245,7 +248,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         if self._engine is not None:
             moves.drop_gradients(self._engine)
         if self._hooks is not None:
-            self._hooks.begin_again()
+            self._hooks.drop()
 
     # ---------------------------------------------------------------------------------- engine --
 
@@ -451,11 +454,13 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
 
     @in_no_mode
     def synchronize(self) -> None:
-        """Waits for all steps. After that any code may read and write params."""
+        """Waits for all steps. After that any code may read and write params, and gradients that hooks have taken."""
         self._engines.check_open(self)
         self._finish()
         if self._engine is not None:
             self._engine.settle()
+            if self._hooks is not None:
+                self._hooks.finish_copies(self._engine)
 
     @in_no_mode
     def offload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import abi
 from ..base.modes import current_stream, in_no_mode
 from ..params.registered import Slot
+from ..params.taken import Taken
 from ..params.tensors import local, version_of
 from ..traps.trap import Traps, take_back, without_traps
 from .queued import Steps
@@ -73,6 +74,7 @@ class UnderWay:
         self._ticket = 0
         self._is_ended = True  # somebody has waited for the step itself
         self._pending: dict[Slot, Used] = {}
+        self._taken: Sequence[Taken] = ()
         self._keeper: weakref.ref[Keeper] | None = None
         self._versions: list[int] = []  # of the params of all slots, at begin()
         self._lock = threading.RLock()  # a param may be used in any thread
@@ -94,9 +96,10 @@ class UnderWay:
         gradients: Sequence[Tensor | None],
         aliases: Mapping[Tensor, Sequence[Tensor]],
         keeper: Keeper,
+        taken: Sequence[Taken],
     ) -> None:
-        """Notes that the step of this ticket runs over these slots with these gradients, and sets traps on their
-        params and on `aliases`, other tensors over the memory of a param."""
+        """Notes that the step of this ticket runs over these slots with these gradients and with those that hooks have
+        taken, and sets traps on their params and on `aliases`, other tensors over the memory of a param."""
         self._ticket = ticket
         self._is_ended = False
         for slot, gradient in zip(slots, gradients):
@@ -105,6 +108,7 @@ class UnderWay:
             self._memory[slot.id] = slot.bound.untyped_storage(), read
         self._versions = [version_of(local(slot.param)) for slot in self._slots]
         self._keeper = weakref.ref(keeper)
+        self._taken = taken
         _traps.set(tensor for used in self._pending.values() for tensor in used.trapped)
 
     def note_use(self, tensors: list[Tensor], operation: str) -> None:
@@ -201,6 +205,8 @@ class UnderWay:
             if version_of(gradient) != used.gradient_version:
                 written.append(slot.name)
         if not self._pending:
+            written += [each.name for each in self._taken if each.is_written]
+            self._let_taken_go()
             self._end_step()
         if written:
             raise abi.InvalidStateError(
@@ -208,6 +214,11 @@ class UnderWay:
                 "so that this step may have used other numbers; call optimizer.zero_grad(), which "
                 "waits where it must, or optimizer.synchronize() before writing gradients"
             )
+
+    def _let_taken_go(self) -> None:
+        for each in self._taken:
+            each.may_be_written = True
+        self._taken = ()
 
     def _end_step(self) -> None:
         on_end, before = self._on_end(), zip(self._slots, self._versions)
@@ -219,6 +230,7 @@ class UnderWay:
         self._take_traps_back(self._pending.values())
         self._pending.clear()
         self._memory.clear()
+        self._let_taken_go()
         self._steps.forget_failed()
 
     def _take_traps_back(self, all_used: Iterable[Used]) -> None:
