@@ -79,7 +79,13 @@ struct UpdateSpan {
   uint64_t count;
   Rounding rounding = {};
   ElementOrder order = {};  // used if rounding is stochastic
+  // The update writes a bit for each element here: bit i % 8 of byte i / 8 is 1 if the param may be
+  // another one than before. Rounded to bf16 a master that is a tie, or NaN, counts as another
+  // param: other code may have rounded the tie the other way. NULL: nothing is noted, and that is
+  // how count may be larger than kNotedMost. Updates on the device note elsewhere.
+  uint8_t* changed = nullptr;
 };
+inline constexpr uint64_t kNotedMost = 4096;
 
 // The types of a span's arrays.
 struct SpanTypes {
@@ -112,6 +118,7 @@ inline UpdateSpan Advanced(const UpdateSpan& span, const SpanTypes& types, uint6
   rest.moment0 = at(span.moment0, RowOf(types.formats.moment0).Bytes(begin));
   rest.moment1 = at(span.moment1, RowOf(types.formats.moment1).Bytes(begin));
   rest.order.column += begin;
+  rest.changed = static_cast<uint8_t*>(at(span.changed, begin / 8));  // begin: a multiple of 8
   return rest;
 }
 
@@ -136,20 +143,10 @@ using FollowParamsFunction = void (*)(const void* param, uint64_t count, float* 
 // reading them first.
 using CopyPastCachesFunction = void (*)(void* to, const void* from, uint64_t bytes);
 
-// Where changes/changes.h sees what a param is, before and after an update.
-enum class ParamSource : uint32_t {
-  kFp32,           // in the master, which has the same bits
-  kRoundedToBf16,  // in the master, which is rounded to the param, ties to even
-  kRoundedToFp16,
-  kBesideMaster  // in the param, which the update reads too
-};
-inline constexpr uint32_t kParamSources = 4;
-
-// Sets bit i of `bits` if param i may be another one than before, else clears it. `before` and
-// `after` have masters, or params of 16 bits, as the source says. Rounded to bf16 a master that is
-// a tie, or NaN, counts as another param: other code may have rounded the tie the other way. Writes
-// whole words, and up to 8 bytes behind them.
-using FindChangesFunction = void (*)(const void* before, const void* after, uint64_t count,
+// Sets bit i of `bits` if param i may be another one than before, else clears it, as
+// UpdateSpan::changed says; `before` and `after` have its masters. Writes whole words, and up to 8
+// bytes behind them.
+using FindChangesFunction = void (*)(const float* before, const float* after, uint64_t count,
                                      uint64_t* bits);
 
 // Computes one tile of a product (matrix/product.h).
@@ -191,7 +188,7 @@ struct KernelTable {
   AccumulateFunction accumulate[kDtypeCount];
   FollowParamsFunction follow_params[kDtypeCount];
   CopyPastCachesFunction copy_past_caches;
-  FindChangesFunction find_changes[kParamSources];
+  FindChangesFunction find_changes[kDtypeCount];  // by the params' dtype
   MultiplyTileFunction multiply_tile;
 
   UpdateFunction Update(Rule rule, int32_t grad_dtype, int32_t param_dtype) const {
@@ -202,8 +199,8 @@ struct KernelTable {
   ToFp32Function ToFp32(int32_t dtype) const { return to_fp32[dtype - 1]; }
   AccumulateFunction Accumulate(int32_t dtype) const { return accumulate[dtype - 1]; }
   FollowParamsFunction FollowParams(int32_t dtype) const { return follow_params[dtype - 1]; }
-  FindChangesFunction FindChanges(ParamSource source) const {
-    return find_changes[static_cast<uint32_t>(source)];
+  FindChangesFunction FindChanges(int32_t param_dtype) const {
+    return find_changes[param_dtype - 1];
   }
 };
 

@@ -57,6 +57,22 @@ uint32_t RandomBitsOf(const UpdateSpan& span, uint64_t element) {
   return RandomBits(CounterOf(span.rounding, index), TweakOf(span.rounding, index));
 }
 
+// Whether the param may be another one if its master changes.
+template <int32_t kDtype>
+bool MayDiffer(float old, float now) {
+  if constexpr (kDtype == OFFLOAD_FP32)
+    return std::bit_cast<uint32_t>(old) != std::bit_cast<uint32_t>(now);
+  if constexpr (kDtype == OFFLOAD_FP16) return Fp32ToFp16(old) != Fp32ToFp16(now);
+  return std::isnan(old + now) || IsTieOfBf16(old) || IsTieOfBf16(now) ||
+         Fp32ToBf16(old) != Fp32ToBf16(now);
+}
+
+// Sets or clears the bit of an element; the bits of earlier elements have been written.
+void Note(const UpdateSpan& span, uint64_t i, bool changed) {
+  if (i % 8 == 0) span.changed[i / 8] = 0;
+  span.changed[i / 8] |= static_cast<uint8_t>(changed << (i % 8));
+}
+
 // Reads and stores the master and the param that it is rounded to.
 template <int32_t kParamDtype, Format kFormat>
 struct Weights {
@@ -73,29 +89,21 @@ struct Weights {
   }
   static void Store(const UpdateSpan& span, uint64_t i, float value, uint32_t random) {
     const float kept = Master::Keep(value, span.rounding.stochastic, random);
-    static_cast<Stored*>(span.master)[i] = Master::Encode(kept);
     const bool ties_away =
         Master::kBesideParam || (kParamDtype == OFFLOAD_BF16 && span.rounding.ties_away);
-    static_cast<typename Param::Stored*>(span.param)[i] =
-        ties_away ? Fp32ToBf16TiesAway(kept) : Param::Round(kept);
+    const auto param = static_cast<typename Param::Stored>(ties_away ? Fp32ToBf16TiesAway(kept)
+                                                                     : Param::Round(kept));
+    auto& stored_param = static_cast<typename Param::Stored*>(span.param)[i];
+    if (span.changed != nullptr) {
+      if constexpr (Master::kBesideParam)
+        Note(span, i, stored_param != param);
+      else
+        Note(span, i, MayDiffer<kParamDtype>(Load(span, i), kept));
+    }
+    static_cast<Stored*>(span.master)[i] = Master::Encode(kept);
+    stored_param = param;
   }
 };
-
-// Whether a param that a source shows may be another one.
-template <ParamSource kSource>
-bool MayDiffer(const void* before, const void* after, uint64_t i) {
-  if constexpr (kSource == ParamSource::kBesideMaster) {
-    return static_cast<const uint16_t*>(before)[i] != static_cast<const uint16_t*>(after)[i];
-  } else if constexpr (kSource == ParamSource::kFp32) {
-    return static_cast<const uint32_t*>(before)[i] != static_cast<const uint32_t*>(after)[i];
-  } else {
-    const float old = static_cast<const float*>(before)[i];
-    const float now = static_cast<const float*>(after)[i];
-    if constexpr (kSource == ParamSource::kRoundedToFp16) return Fp32ToFp16(old) != Fp32ToFp16(now);
-    return std::isnan(old + now) || IsTieOfBf16(old) || IsTieOfBf16(now) ||
-           Fp32ToBf16(old) != Fp32ToBf16(now);
-  }
-}
 
 struct Kernels {
   template <Rule kRule, SpanTypes kTypes>
@@ -162,11 +170,11 @@ struct Kernels {
     hybridopt::MultiplyTile(product, tile);
   }
 
-  template <ParamSource kSource>
-  static void FindChanges(const void* before, const void* after, uint64_t count, uint64_t* bits) {
+  template <int32_t kDtype>
+  static void FindChanges(const float* before, const float* after, uint64_t count, uint64_t* bits) {
     for (uint64_t i = 0; i < count; ++i) {
       if (i % 64 == 0) bits[i / 64] = 0;
-      bits[i / 64] |= uint64_t{MayDiffer<kSource>(before, after, i)} << (i % 64);
+      bits[i / 64] |= uint64_t{MayDiffer<kDtype>(before[i], after[i])} << (i % 64);
     }
   }
 };

@@ -99,15 +99,11 @@ constexpr void FillDtype(KernelTable& table) {
     table.follow_params[kDtype - 1] = Kernels::template ToFp32<kDtype>;
   else
     table.follow_params[kDtype - 1] = Kernels::template FollowParams<kDtype>;
-}
-
-template <typename Kernels, ParamSource kSource>
-constexpr void FillSource(KernelTable& table) {
-  table.find_changes[static_cast<uint32_t>(kSource)] = Kernels::template FindChanges<kSource>;
+  table.find_changes[kDtype - 1] = Kernels::template FindChanges<kDtype>;
 }
 
 // Kernels has the static member templates Update<rule, types>, SumSquares<dtype>, ToFp32<dtype>,
-// Accumulate<dtype>, FollowParams<dtype of 16 bits> and FindChanges<source>, and the functions
+// Accumulate<dtype>, FollowParams<dtype of 16 bits> and FindChanges<dtype>, and the functions
 // Publish, CopyPastCaches and MultiplyTile.
 template <typename Kernels>
 constexpr KernelTable MakeTable(const char* isa) {
@@ -119,10 +115,6 @@ constexpr KernelTable MakeTable(const char* isa) {
   FillDtype<Kernels, OFFLOAD_FP32>(table);
   FillDtype<Kernels, OFFLOAD_BF16>(table);
   FillDtype<Kernels, OFFLOAD_FP16>(table);
-  FillSource<Kernels, ParamSource::kFp32>(table);
-  FillSource<Kernels, ParamSource::kRoundedToBf16>(table);
-  FillSource<Kernels, ParamSource::kRoundedToFp16>(table);
-  FillSource<Kernels, ParamSource::kBesideMaster>(table);
   table.multiply_tile = Kernels::MultiplyTile;
   return table;
 }

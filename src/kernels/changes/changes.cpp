@@ -8,15 +8,6 @@
 namespace hybridopt {
 namespace {
 
-// The number of elements of a part. The masters of a larger part would be read by themselves, and
-// not while the other arrays are read: then an update of fp32 state takes 1.7 times as long with
-// 4,096 elements, and 1.2 times with 512. In a smaller part the call costs too much.
-constexpr uint64_t kNotedTogether = 512;
-
-// The number of elements whose bits are set together. An atomic operation waits for the stores
-// before it, which are those of the update.
-constexpr uint64_t kSetTogether = 8 * kNotedTogether;
-
 // Sets the bits of `bits` in the words of `noted`; the first bit is that of `noted`. The first and
 // the last word may hold bits that other threads set; the words between them do not.
 void SetBits(const uint64_t* bits, uint64_t count, const NotedBits& noted) {
@@ -35,24 +26,6 @@ void SetBits(const uint64_t* bits, uint64_t count, const NotedBits& noted) {
   }
 }
 
-// The old values of a part, and the bits of all parts that are set together.
-class Part {
- public:
-  std::byte* before() { return before_; }
-  // Where FindChanges writes the bits of the part that begins at element `done`.
-  uint64_t* BitsAt(uint64_t done) { return bits_ + done % kSetTogether / 64; }
-  // To be called after FindChanges, with the end of the part and of all elements.
-  void Set(uint64_t end, uint64_t all, const NotedBits& noted) const {
-    if (end % kSetTogether != 0 && end != all) return;
-    const uint64_t begin = (end - 1) / kSetTogether * kSetTogether;
-    SetBits(bits_, end - begin, noted.From(begin));
-  }
-
- private:
-  alignas(64) std::byte before_[kNotedTogether * sizeof(float)];
-  uint64_t bits_[kSetTogether / 64 + 1];  // FindChanges writes up to 8 bytes behind its words
-};
-
 }  // namespace
 
 void UpdateAndNote(const KernelTable& kernels, Rule rule, const SpanTypes& types,
@@ -60,18 +33,14 @@ void UpdateAndNote(const KernelTable& kernels, Rule rule, const SpanTypes& types
                    const NotedBits& noted) {
   const UpdateFunction update = kernels.Update(rule, types);
   if (noted.words == nullptr) return update(coefficients, span);
-  const ParamSource source = SourceOf(types);
-  const bool beside = source == ParamSource::kBesideMaster;
-  const FindChangesFunction find_changes = kernels.FindChanges(source);
-  Part part;
-  for (uint64_t done = 0; done < span.count; done += kNotedTogether) {
+  for (uint64_t done = 0; done < span.count; done += kNotedMost) {
     UpdateSpan now = Advanced(span, types, done);
-    now.count = std::min(span.count - done, kNotedTogether);
-    const void* const from = beside ? now.param : now.master;
-    std::memcpy(part.before(), from, now.count * (beside ? sizeof(uint16_t) : sizeof(float)));
+    now.count = std::min(span.count - done, kNotedMost);
+    uint64_t bits[NotedWords(kNotedMost)];
+    bits[NotedWords(now.count) - 1] = 0;  // the update may write a part of the last word
+    now.changed = reinterpret_cast<uint8_t*>(bits);
     update(coefficients, now);
-    find_changes(part.before(), from, now.count, part.BitsAt(done));
-    part.Set(done + now.count, span.count, noted);
+    SetBits(bits, now.count, noted.From(done));
   }
 }
 
@@ -79,14 +48,16 @@ void FollowAndNote(const KernelTable& kernels, int32_t dtype, const void* params
                    float* masters, const NotedBits& noted) {
   const auto follow = kernels.FollowParams(dtype);
   if (noted.words == nullptr) return follow(params, count, masters);
-  const FindChangesFunction find_changes = kernels.FindChanges(SourceOf({OFFLOAD_FP32, dtype, {}}));
-  Part part;
-  for (uint64_t done = 0; done < count; done += kNotedTogether) {
-    const uint64_t now = std::min(count - done, kNotedTogether);
-    std::memcpy(part.before(), masters + done, now * sizeof(float));
+  const FindChangesFunction find_changes = kernels.FindChanges(dtype);
+  constexpr uint64_t kPart = 512;  // masters that stay in the first cache
+  for (uint64_t done = 0; done < count; done += kPart) {
+    const uint64_t now = std::min(count - done, kPart);
+    alignas(64) float before[kPart];
+    uint64_t bits[NotedWords(kPart) + 1];
+    std::memcpy(before, masters + done, now * sizeof(float));
     follow(static_cast<const std::byte*>(params) + done * DtypeBytes(dtype), now, masters + done);
-    find_changes(part.before(), masters + done, now, part.BitsAt(done));
-    part.Set(done + now, count, noted);
+    find_changes(before, masters + done, now, bits);
+    SetBits(bits, now, noted.From(done));
   }
 }
 

@@ -1,10 +1,8 @@
-// Notes which elements of a param an update changes, with one bit for each element. An update in
-// kernels.h stores params and does not report their old values; a NotedBits added to it does.
+// Notes which elements of a param an update changes, with one bit for each element.
 //
-// A 16-bit param with separate masters equals its rounded master. So its old value is computed from
-// the master, which the update has just read, and not read from the param, which the update only
-// writes: reading it too would cost 2 bytes an element more. Elements are handled a few at a time,
-// so that masters are still in the caches when they are read again.
+// A 16-bit param with separate masters equals its rounded master. So an update computes its old
+// value from the master, which it reads anyway, and does not read the param, which it only writes:
+// that would cost 2 bytes an element more.
 #pragma once
 
 #include <cstdint>
@@ -25,14 +23,6 @@ struct NotedBits {
 
 // The number of words that hold the bits of one param. No word has bits of two params.
 constexpr uint64_t NotedWords(uint64_t elements) { return (elements + 63) / 64; }
-
-// How an update finds the old values of a param.
-constexpr ParamSource SourceOf(const SpanTypes& types) {
-  if (RowOf(types.formats.master).beside_param) return ParamSource::kBesideMaster;
-  if (types.param_dtype == OFFLOAD_FP32) return ParamSource::kFp32;
-  return types.param_dtype == OFFLOAD_BF16 ? ParamSource::kRoundedToBf16
-                                           : ParamSource::kRoundedToFp16;
-}
 
 // Updates a span of these types as `rule` says, and notes what changes.
 void UpdateAndNote(const KernelTable& kernels, Rule rule, const SpanTypes& types,

@@ -168,49 +168,6 @@ HWY_INLINE bool AreRounded(const uint16_t* param, const float* master) {
   return hn::AllTrue(U16(), same);
 }
 
-// A mask of 16-bit lanes for one of two vectors of 32-bit lanes.
-HWY_INLINE hn::Mask<U16> MaskOfUnit(hn::Mask<U32> first, hn::Mask<U32> second) {
-  const auto both = PackUpper<false>(hn::VecFromMask(U32(), first), hn::VecFromMask(U32(), second));
-  return hn::Ne(both, hn::Zero(U16()));
-}
-
-// Whether masters may be rounded to other params of bf16. Half of the last bit that stays is added
-// to both: then the upper halves differ if the roundings away from zero do, and a lower half is 0
-// if the master is a tie.
-HWY_INLINE hn::Mask<U32> MayRoundToOthers(const float* before, const float* after) {
-  const Float old = hn::LoadU(F32(), before), now = hn::LoadU(F32(), after);
-  const auto half = hn::Set(U32(), 0x8000), low = hn::Set(U32(), 0xFFFF);
-  const auto old_bits = hn::Add(hn::BitCast(U32(), old), half);
-  const auto now_bits = hn::Add(hn::BitCast(U32(), now), half);
-  const auto tie = hn::Min(hn::And(old_bits, low), hn::And(now_bits, low));
-  const auto differ = hn::Ne(hn::ShiftRight<16>(hn::Xor(old_bits, now_bits)), hn::Zero(U32()));
-  const auto nan = hn::RebindMask(U32(), hn::IsNaN(hn::Add(old, now)));
-  return hn::Or(hn::Or(differ, nan), hn::Eq(tie, hn::Zero(U32())));
-}
-
-// Which params of a unit may be others.
-template <ParamSource kSource>
-HWY_INLINE hn::Mask<U16> Changed(const void* before, const void* after, uint64_t begin) {
-  if constexpr (kSource == ParamSource::kBesideMaster) {
-    return hn::Ne(hn::LoadU(U16(), static_cast<const uint16_t*>(before) + begin),
-                  hn::LoadU(U16(), static_cast<const uint16_t*>(after) + begin));
-  } else if constexpr (kSource == ParamSource::kFp32) {
-    const auto* old = static_cast<const uint32_t*>(before) + begin;
-    const auto* now = static_cast<const uint32_t*>(after) + begin;
-    return MaskOfUnit(hn::Ne(hn::LoadU(U32(), old), hn::LoadU(U32(), now)),
-                      hn::Ne(hn::LoadU(U32(), old + Lanes()), hn::LoadU(U32(), now + Lanes())));
-  } else {
-    const auto* old = static_cast<const float*>(before) + begin;
-    const auto* now = static_cast<const float*>(after) + begin;
-    if constexpr (kSource == ParamSource::kRoundedToBf16)
-      return MaskOfUnit(MayRoundToOthers(old, now), MayRoundToOthers(old + Lanes(), now + Lanes()));
-    else
-      return hn::Ne(
-          Pack<OFFLOAD_FP16, true>(hn::LoadU(F32(), old), hn::LoadU(F32(), old + Lanes()), {}),
-          Pack<OFFLOAD_FP16, true>(hn::LoadU(F32(), now), hn::LoadU(F32(), now + Lanes()), {}));
-  }
-}
-
 struct Kernels {
   template <Rule kRule, SpanTypes kTypes>
   static void Update(const Coefficients& c, const UpdateSpan& span) {
@@ -293,17 +250,18 @@ struct Kernels {
   }
 
   // The bits of a unit are whole bytes.
-  template <ParamSource kSource>
-  static void FindChanges(const void* before, const void* after, uint64_t count, uint64_t* bits) {
+  template <int32_t kDtype>
+  static void FindChanges(const float* before, const float* after, uint64_t count, uint64_t* bits) {
     auto* const bytes = reinterpret_cast<uint8_t*>(bits);
     uint64_t done = 0;
-    for (; done + Unit() <= count; done += Unit())
-      hn::StoreMaskBits(U16(), Changed<kSource>(before, after, done), bytes + done / 8);
+    for (; done + Unit() <= count; done += Unit()) {
+      const Float first = hn::LoadU(F32(), after + done);
+      const Float second = hn::LoadU(F32(), after + done + Lanes());
+      hn::StoreMaskBits(U16(), MayDiffer<kDtype, true>(before + done, first, second),
+                        bytes + done / 8);
+    }
     uint64_t tail[kUnitMax / 64 + 2] = {};
-    const uint64_t element_bytes = kSource == ParamSource::kBesideMaster ? 2 : 4;
-    ReferenceKernels().FindChanges(kSource)(static_cast<const char*>(before) + done * element_bytes,
-                                            static_cast<const char*>(after) + done * element_bytes,
-                                            count - done, tail);
+    ReferenceKernels().FindChanges(kDtype)(before + done, after + done, count - done, tail);
     std::memcpy(bytes + done / 8, tail, (count + 63) / 64 * 8 - done / 8);
   }
 };

@@ -210,6 +210,47 @@ struct ParamStore {
   bool stream;    // store past the caches: the step does not read the param again
 };
 
+// A vector whose lanes have an upper half other than 0 where masters may be rounded to other params
+// of bf16. Half of the last bit that stays is added to both: then the upper halves differ if the
+// roundings away from zero do, and a lower half is 0, which 1 less makes large, if the master is a
+// tie.
+template <bool kMayBeNan>
+HWY_INLINE hn::Vec<U32> MayRoundToOthers(Float old, Float now) {
+  const auto half = hn::Set(U32(), 0x8000), low = hn::Set(U32(), 0xFFFF);
+  const auto old_bits = hn::Add(hn::BitCast(U32(), old), half);
+  const auto now_bits = hn::Add(hn::BitCast(U32(), now), half);
+  const auto least = hn::Min(hn::And(old_bits, low), hn::And(now_bits, low));
+  const auto others = hn::Or(hn::Xor(old_bits, now_bits), hn::Sub(least, hn::Set(U32(), 1)));
+  return UnlessNan<kMayBeNan>(hn::Add(old, now), hn::Set(U32(), 0xFFFFFFFF), others);
+}
+
+// Which params of a unit may be others if their masters, now at `before`, change to these. Without
+// kMayBeNan neither is NaN.
+template <int32_t kDtype, bool kMayBeNan>
+HWY_INLINE hn::Mask<U16> MayDiffer(const float* before, Float first, Float second) {
+  const Float old_first = hn::LoadU(F32(), before), old_second = hn::LoadU(F32(), before + Lanes());
+  if constexpr (kDtype == OFFLOAD_BF16) {
+    const auto others = PackUpper<false>(MayRoundToOthers<kMayBeNan>(old_first, first),
+                                         MayRoundToOthers<kMayBeNan>(old_second, second));
+    return hn::Ne(others, hn::Zero(U16()));
+  } else if constexpr (kDtype == OFFLOAD_FP16) {
+    return hn::Ne(Pack<OFFLOAD_FP16, kMayBeNan>(old_first, old_second, {}),
+                  Pack<OFFLOAD_FP16, kMayBeNan>(first, second, {}));
+  } else {
+    const auto differ = [](Float old, Float now) HWY_ATTR {
+      const auto mask = hn::Ne(hn::BitCast(U32(), old), hn::BitCast(U32(), now));
+      return hn::VecFromMask(U32(), mask);
+    };
+    const auto both = PackUpper<false>(differ(old_first, first), differ(old_second, second));
+    return hn::Ne(both, hn::Zero(U16()));
+  }
+}
+
+// Writes which params of a unit may be others: whole bytes.
+HWY_INLINE void NoteUnit(hn::Mask<U16> changed, const UpdateSpan& span, uint64_t begin) {
+  hn::StoreMaskBits(U16(), changed, span.changed + begin / 8);
+}
+
 // Stores the masters of a unit, rounded to bf16, as params. The params have just been read and are
 // in the caches, so they are not stored past the caches.
 template <bool kInPairs>
@@ -217,7 +258,10 @@ HWY_INLINE void StoreUpperHalves(hn::Vec<U32> first, hn::Vec<U32> second, const 
                                  uint64_t begin) {
   const auto half = hn::Set(U32(), 0x8000);
   const auto params = PackUpper<kInPairs>(hn::Add(first, half), hn::Add(second, half));
-  hn::StoreU(params, U16(), static_cast<uint16_t*>(span.param) + begin);
+  auto* const stored = static_cast<uint16_t*>(span.param) + begin;
+  if (HWY_UNLIKELY(span.changed != nullptr))
+    NoteUnit(hn::Ne(params, hn::LoadU(U16(), stored)), span, begin);
+  hn::StoreU(params, U16(), stored);
 }
 
 // The codec of a format, in vectors. A format of masters defines LoadMasters and StoreMasters; a

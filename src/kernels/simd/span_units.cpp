@@ -32,6 +32,19 @@ class PaddedCopy {
   const uint64_t bytes_;
 };
 
+// Puts count bits behind the first `begin` bits of `to`. It writes the whole byte of the last bit.
+void PutBits(const uint8_t* bits, uint64_t count, uint8_t* to, uint64_t begin) {
+  to += begin / 8;
+  const uint64_t shift = begin % 8;
+  for (uint64_t done = 0; done < count; done += 8, ++bits, ++to) {
+    const uint64_t left = count - done;
+    const uint32_t mask = left < 8 ? (1u << left) - 1 : 0xFF;
+    const uint32_t put = (*bits & mask) << shift;
+    to[0] = static_cast<uint8_t>(shift == 0 ? put : to[0] | put);
+    if (shift + left > 8 && shift > 0) to[1] = static_cast<uint8_t>(put >> 8);
+  }
+}
+
 // Updates the last elements, fewer than a unit, with the code of all others, on padded copies.
 void UpdateRest(const UnitKernels& kernels, UpdateUnitsFunction update, const Coefficients& c,
                 const UpdateSpan& rest, const RangeRounding& range) {
@@ -47,9 +60,12 @@ void UpdateRest(const UnitKernels& kernels, UpdateUnitsFunction update, const Co
   master.CopyIn(rest.master);
   moment0.CopyIn(rest.moment0);
   moment1.CopyIn(rest.moment1);
-  update(c,
-         {grad.data(), param.data(), master.data(), moment0.data(), moment1.data(), kernels.unit},
-         range);
+  uint8_t changed[kUnitMost / 8];
+  UpdateSpan whole = {grad.data(),    param.data(),   master.data(),
+                      moment0.data(), moment1.data(), kernels.unit};
+  whole.changed = rest.changed == nullptr ? nullptr : changed;
+  update(c, whole, range);
+  if (rest.changed != nullptr) PutBits(changed, rest.count, rest.changed, 0);
   moment0.CopyOut(rest.moment0);
   moment1.CopyOut(rest.moment1);
   master.CopyOut(rest.master);
@@ -78,8 +94,11 @@ void UpdateInUnits(const UnitKernels& kernels, const Coefficients& c, const Upda
   ForEachIndexRange(span.order, span.count, [&](uint64_t begin, uint64_t count, uint64_t index) {
     UpdateSpan range = Advanced(span, kernels.types, begin);
     range.count = count;
+    uint8_t changed[kNotedMost / 8];  // a range may begin within a byte
+    if (span.changed != nullptr) range.changed = changed;
     UpdateRange(kernels, kernels.at_random, c, range,
                 {span.rounding, CounterOf(span.rounding, index), TweakOf(span.rounding, index)});
+    if (span.changed != nullptr) PutBits(changed, count, span.changed, begin);
   });
 }
 
