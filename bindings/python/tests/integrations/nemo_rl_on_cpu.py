@@ -1,0 +1,111 @@
+"""Makes NeMo-RL's policy workers importable without its packages for GPUs, data sets and servers, and makes one with
+the optimizer that a configuration names. Its sources are expected on PYTHONPATH. Not a test itself."""
+
+import contextlib
+import importlib
+import importlib.util
+import pathlib
+import re
+from unittest import mock
+
+import torch
+
+from verl_on_cpu import leave_out
+
+WORKERS = "nemo_rl.models.policy.workers"
+FRAMEWORKS = pathlib.Path(__file__).parents[4] / "docs" / "FRAMEWORKS.md"
+LEFT_OUT = ("datasets", "fastapi", "mlflow", "prometheus_client", "prometheus_client.parser",
+            "prometheus_client.samples", "pynvml", "ray", "ray.cloudpickle", "ray.util", "ray.util.placement_group",
+            "ray.exceptions", "ray.util.queue", "ray.util.scheduling_strategies", "swanlab", "torch.utils.tensorboard", "uvicorn", "wandb",
+            "zmq")  # fmt: skip
+# The newer worker makes and trains its model with this package of a commit that no release has.
+AUTOMODEL = ("nemo_automodel", "nemo_automodel.components", "nemo_automodel.components._peft",
+             "nemo_automodel.components._peft.lora", "nemo_automodel.components.distributed",
+             "nemo_automodel.components.distributed.cp_utils",
+             "nemo_automodel.components.distributed.tensor_utils", "nemo_automodel.components.training",
+             "nemo_automodel.components.training.utils", "nemo_rl.models.automodel.checkpoint",
+             "nemo_rl.models.automodel.setup", "nemo_rl.models.automodel.train")  # fmt: skip
+
+
+def is_given():
+    """Whether NeMo-RL's sources can be imported. What PyPI has by this name is empty."""
+    spec = importlib.util.find_spec("nemo_rl")
+    folder = pathlib.Path((spec and spec.origin) or "nowhere").parent
+    return (folder / "models/policy/workers/dtensor_policy_worker.py").exists()
+
+
+def worker_module(name, is_changed=False):
+    """A module of NeMo-RL's workers, as it is, or with the lines that docs/FRAMEWORKS.md shows. Ray's actors are plain
+    classes there."""
+    leave_out(*LEFT_OUT, *(AUTOMODEL if name.endswith("_v2") else ()))
+
+    def remote(*args, **_):
+        return args[0] if args else lambda cls: cls
+
+    with mock.patch("ray.remote", remote):
+        module = importlib.import_module(f"{WORKERS}.{name}")
+        return changed(module) if is_changed else module
+
+
+def changed(module):
+    text = FRAMEWORKS.read_text().partition("\n## NeMo-RL\n")[2]
+    lines = re.search(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1].splitlines(keepends=True)
+    removed, added = ("".join(line[1:] for line in lines if line[0] in (" ", sign)) for sign in "-+")
+    source = pathlib.Path(module.__file__).read_text()
+    assert source.count(removed) == 1
+    result = importlib.util.module_from_spec(module.__spec__)
+    exec(compile(source.replace(removed, added), module.__file__, "exec"), result.__dict__)
+    return result
+
+
+def configuration(model, optimizer, batch, micro_batch):
+    """A policy's configuration; `optimizer` is its part of that name."""
+    return {
+        "model_name": model,
+        "optimizer": optimizer,
+        "precision": "bfloat16",
+        "max_grad_norm": 1.0,
+        "train_global_batch_size": batch,
+        "train_micro_batch_size": micro_batch,
+        "logprob_batch_size": micro_batch,
+        "offload_optimizer_for_logprob": True,
+        "sequence_packing": {"enabled": False},
+        "dynamic_batching": {"enabled": False},
+        "dtensor_cfg": {
+            "cpu_offload": False,
+            "tensor_parallel_size": 1,
+            "context_parallel_size": 1,
+            "sequence_parallel": False,
+            "activation_checkpointing": False,
+            "custom_parallel_plan": None,
+        },
+    }
+
+
+def made(worker_class, config, has_reference, **saved):
+    """A worker in a process that has its group already."""
+    with (
+        mock.patch("ray.get_gpu_ids", lambda: [0]),
+        mock.patch("torch.distributed.init_process_group", lambda **_: None),
+    ):
+        worker = worker_class(config, mock.MagicMock(pad_token_id=0), init_reference_model=has_reference, **saved)
+    worker.model.config._attn_implementation = "eager"
+    return worker
+
+
+def batch_of(tokens):
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    count, length = tokens.shape
+    return BatchedDataDict(
+        input_ids=tokens,
+        input_lengths=torch.full((count,), length),
+        token_mask=torch.ones(count, length),
+        sample_mask=torch.ones(count),
+    )
+
+
+def loss_function():
+    from nemo_rl.algorithms.loss.loss_functions import NLLLossFn
+
+    return NLLLossFn()
