@@ -59,10 +59,16 @@ def changed(module):
 
 
 def configuration(model, optimizer, batch, micro_batch):
-    """A policy's configuration; `optimizer` is its part of that name."""
+    """A policy's configuration with NeMo-RL's own schedule; `optimizer` is the part of that name."""
+    schedulers = "torch.optim.lr_scheduler"
     return {
         "model_name": model,
         "optimizer": optimizer,
+        "scheduler": [
+            {"name": f"{schedulers}.LinearLR", "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 3}},
+            {"name": f"{schedulers}.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 100}},
+            {"milestones": [3]},
+        ],
         "precision": "bfloat16",
         "max_grad_norm": 1.0,
         "train_global_batch_size": batch,

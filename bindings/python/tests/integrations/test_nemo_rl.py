@@ -2,8 +2,11 @@
 rollout and checkpoints are theirs. The newer worker makes and trains its model with a package that no release of which
 fits, so that its phases run here around the older one's training."""
 
+import argparse
 import contextlib
+import gc
 import itertools
+import pathlib
 import sys
 from unittest import mock
 
@@ -49,13 +52,15 @@ class Phases(Copying):
 def without_gpu():
     """Replaces the functions of the GPU that NeMo-RL calls."""
     make_mesh, autocast = torch.distributed.device_mesh.init_device_mesh, torch.autocast
-    ignored = {name: mock.MagicMock() for name in ("synchronize", "empty_cache", "get_device_name", "nvtx")}
+    names = ("synchronize", "empty_cache", "get_device_name", "nvtx", "set_device")
+    ignored = {name: mock.MagicMock() for name in names}
     with (
         mock.patch(
             "torch.distributed.device_mesh.init_device_mesh", lambda _, *args, **kwargs: make_mesh("cpu", *args, **kwargs)
         ),
         mock.patch("torch.autocast", lambda device_type, **kwargs: autocast("cpu", **kwargs)),
-        mock.patch.multiple(torch.cuda, **ignored),
+        mock.patch.multiple(torch.cuda, mem_get_info=lambda: (1, 1), **ignored),
+        mock.patch("torch.distributed.init_process_group", lambda *_, **__: None),  # it is there
         Phases() as phases,
     ):
         yield phases
@@ -64,7 +69,8 @@ def without_gpu():
 def workers(folder, moving, options, saved=None):
     """What trains, and what has the phases, which share everything."""
     older = worker_module("dtensor_policy_worker").DTensorPolicyWorkerImpl
-    optimizer = {"name": "hybridopt.AdamW", "kwargs": {"lr": 1e-2, **options}}
+    arguments = {"lr": 1e-2, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}  # as in NeMo-RL's examples
+    optimizer = {"name": "hybridopt.AdamW", "kwargs": {**arguments, **options}}
     trains = made(older, configuration(folder, optimizer, 8, 2), True, **(saved or {}))
     assert type(trains.optimizer) is hybridopt.AdamW
     name = IMPLEMENTATIONS[moving]
@@ -75,6 +81,15 @@ def workers(folder, moving, options, saved=None):
 
 def addresses(optimizer):
     return [(key, value.data_ptr()) for entry in optimizer.state.values() for key, value in entry.items()]
+
+
+def calls_of(optimizer):
+    """Notes how the optimizer is called to move content."""
+    calls = mock.MagicMock()
+    for name in ("offload", "reload"):
+        calls.attach_mock(mock.MagicMock(wraps=getattr(optimizer, name)), name)
+        setattr(optimizer, name, getattr(calls, name))
+    return calls
 
 
 def iterate(trains, moves, phases, rank, seeds):
@@ -119,14 +134,22 @@ def worked(rank, folder, saved, options, moving):
     with without_gpu() as phases:
         trains, moves = workers(folder, moving or "dtensor_policy_worker", options)
         phases = phases if moving else None
+        calls = calls_of(trains.optimizer)
         results = iterate(trains, moves, phases, rank, range(3))
         if phases:
             moves.prepare_for_training()  # as GRPO does before it saves
         trains.save_checkpoint(**saved)
-        return results + iterate(trains, moves, phases, rank, range(3, 5)), found(trains)
+        results += iterate(trains, moves, phases, rank, range(3, 5))
+        if phases and "movable" in options:
+            iteration = ["offload", "reload", "offload", "offload"]
+            assert [name for name, _, _ in calls.mock_calls] == iteration * 3 + ["reload"] + iteration * 2
+        return results, found(trains)
 
 
 def working(rank, world, folder, options):
+    for name in IMPLEMENTATIONS:
+        worker_module(name)
+    gc.freeze()  # the workers collect garbage several times in each phase
     paths = {key: f"{folder}/{key}" for key in ("weights_path", "optimizer_path")}
     results = [worked(rank, folder, paths, options, moving) for moving in (None, *IMPLEMENTATIONS)]
     with without_gpu() as phases:
@@ -143,3 +166,23 @@ def test_phases_and_checkpoints_of_the_workers_keep_every_bit(tmp_path, options)
         assert max(norm for norm, _, _ in results) > 1.0  # clipped
         weights = [each for _, _, each in results]
         assert all(before != after for before, after in itertools.pairwise(weights))
+
+
+def measured(rank, world, folder):
+    """The hashes of params that bench/rl_phases.py finds for each of its workers of NeMo-RL, with phases and without."""
+    sys.path.append(str(pathlib.Path(__file__).parents[4] / "bench"))
+    with without_gpu():
+        import rl_phases
+
+        hashes = {}
+        for name, (maker, _) in rl_phases.CONTENDERS.items():
+            for phases in (True, False) if maker == "nemo_rl" else ():
+                options = argparse.Namespace(model=folder, iterations=3, batch=4, context=12, phases=phases)
+                hashes.setdefault(name, []).append(rl_phases.run(options, name)["hash"])
+        return hashes
+
+
+def test_the_bench_finds_the_same_bits(tmp_path):
+    (hashes,) = ranks.run(measured, 1, save_model(tmp_path, vocab_size=1000))
+    assert len(hashes) == 5 and all(moving == staying for moving, staying in hashes.values())
+    assert len({moving for moving, _ in hashes.values()}) > 1  # a hash tells one training from another

@@ -71,7 +71,8 @@ class Entry(dict):
         self._handle.drain()
         own, given = local(view), local_part(value.detach(), view)
         if key in (MASTER, MASTER_LOW):  # the param may have been written since this master was made
-            return own.dtype == given.dtype and same_content(own.to(given.device), given)
+            device = given.device if own.device.type == "cpu" else own.device  # a copy to the host may be under way
+            return own.dtype == given.dtype and same_content(own.to(device), given.to(device))
         own.copy_(given)
         return True
 
