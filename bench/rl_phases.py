@@ -12,7 +12,7 @@ process makes the same steps without a phase: "same bits" compares hashes of the
 the worker's own switch that moves state is off. torch is asked for deterministic algorithms, and attention is eager,
 because other kinds have none. verl, skyrl, nemo_rl and torch_memory_saver are used where they can be imported, nemo_rl
 from a folder with NeMo-RL's sources on PYTHONPATH; Ray, data sets and servers are left out. NeMo-RL's worker is
-dtensor_policy_worker.py; "unchanged" is without the lines of docs/FRAMEWORKS.md.
+dtensor_policy_worker.py; "worker unchanged" is without the lines of docs/FRAMEWORKS.md.
 """
 
 from __future__ import annotations
@@ -208,8 +208,9 @@ CONTENDERS: dict[str, tuple[str, dict | None]] = {
     "NeMo-RL, torch's AdamW": ("nemo_rl", None),
     "NeMo-RL, ours, all on the host": ("nemo_rl", {"offload_fraction": 1.0, "movable": ["states"]}),
     "NeMo-RL, ours, half on the host": ("nemo_rl", {"offload_fraction": 0.5, "movable": ["states"]}),
-    "NeMo-RL, ours, small state": ("nemo_rl", {"offload_fraction": 1.0, "movable": ["states"], "state_dtype": "bf16"}),
-    "NeMo-RL, ours, unchanged": ("nemo_rl", {"offload_fraction": 1.0}),
+    "NeMo-RL, ours, all on the host, small state": ("nemo_rl", {"offload_fraction": 1.0, "movable": ["states"],
+                                                                "state_dtype": "bf16"}),  # fmt: skip
+    "NeMo-RL, ours, all on the host, worker unchanged": ("nemo_rl", {"offload_fraction": 1.0}),
     "torch's AdamW, torch_memory_saver": ("torch_memory_saver", None),
 }
 

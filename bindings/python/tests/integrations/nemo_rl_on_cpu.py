@@ -1,11 +1,11 @@
 """Makes NeMo-RL's policy workers importable without its packages for GPUs, data sets and servers, and makes one with
 the optimizer that a configuration names. Its sources are expected on PYTHONPATH. Not a test itself."""
 
-import contextlib
 import importlib
 import importlib.util
 import pathlib
 import re
+import time
 from unittest import mock
 
 import torch
@@ -13,11 +13,12 @@ import torch
 from verl_on_cpu import leave_out
 
 WORKERS = "nemo_rl.models.policy.workers"
-FRAMEWORKS = pathlib.Path(__file__).parents[4] / "docs" / "FRAMEWORKS.md"
-LEFT_OUT = ("datasets", "fastapi", "mlflow", "prometheus_client", "prometheus_client.parser",
-            "prometheus_client.samples", "pynvml", "ray", "ray.cloudpickle", "ray.util", "ray.util.placement_group",
-            "ray.exceptions", "ray.util.queue", "ray.util.scheduling_strategies", "swanlab", "torch.utils.tensorboard", "uvicorn", "wandb",
-            "zmq")  # fmt: skip
+DOCS = (
+    (pathlib.Path(__file__).parents[4] / "docs" / "FRAMEWORKS.md").read_text().partition("\n## NeMo-RL\n")[2]
+)
+LEFT_OUT = ("datasets", "fastapi", "nemo_rl.utils.logger", "pynvml", "ray", "ray.cloudpickle", "ray.exceptions",
+            "ray.util", "ray.util.placement_group", "ray.util.queue", "ray.util.scheduling_strategies", "tensordict",
+            "uvicorn", "zmq")  # fmt: skip
 # The newer worker makes and trains its model with this package of a commit that no release has.
 AUTOMODEL = ("nemo_automodel", "nemo_automodel.components", "nemo_automodel.components._peft",
              "nemo_automodel.components._peft.lora", "nemo_automodel.components.distributed",
@@ -47,9 +48,13 @@ def worker_module(name, is_changed=False):
         return changed(module) if is_changed else module
 
 
+def block(language):
+    """The first block of code in a language that docs/FRAMEWORKS.md has for NeMo-RL."""
+    return re.search(rf"^```{language}\n(.*?)^```$", DOCS, re.MULTILINE | re.DOTALL)[1]
+
+
 def changed(module):
-    text = FRAMEWORKS.read_text().partition("\n## NeMo-RL\n")[2]
-    lines = re.search(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1].splitlines(keepends=True)
+    lines = block("diff").splitlines(keepends=True)
     removed, added = ("".join(line[1:] for line in lines if line[0] in (" ", sign)) for sign in "-+")
     source = pathlib.Path(module.__file__).read_text()
     assert source.count(removed) == 1
@@ -65,7 +70,10 @@ def configuration(model, optimizer, batch, micro_batch):
         "model_name": model,
         "optimizer": optimizer,
         "scheduler": [
-            {"name": f"{schedulers}.LinearLR", "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 3}},
+            {
+                "name": f"{schedulers}.LinearLR",
+                "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 3},
+            },
             {"name": f"{schedulers}.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 100}},
             {"milestones": [3]},
         ],
@@ -94,8 +102,14 @@ def made(worker_class, config, has_reference, **saved):
         mock.patch("ray.get_gpu_ids", lambda: [0]),
         mock.patch("torch.distributed.init_process_group", lambda **_: None),
     ):
-        worker = worker_class(config, mock.MagicMock(pad_token_id=0), init_reference_model=has_reference, **saved)
+        worker = worker_class(
+            config, mock.MagicMock(pad_token_id=0), init_reference_model=has_reference, **saved
+        )
     worker.model.config._attn_implementation = "eager"
+    for _ in range(1000):  # a thread of gloo may still hold buffers that were broadcast, which cannot be swapped then
+        if all(buffer._use_count() == 1 for buffer in worker.model.buffers()):
+            break
+        time.sleep(0.001)
     return worker
 
 

@@ -71,7 +71,8 @@ class Entry(dict):
         self._handle.drain()
         own, given = local(view), local_part(value.detach(), view)
         if key in (MASTER, MASTER_LOW):  # the param may have been written since this master was made
-            device = given.device if own.device.type == "cpu" else own.device  # a copy to the host may be under way
+            # On the GPU, if one of them is there: a copy to the host may still be under way.
+            device = given.device if own.device.type == "cpu" else own.device
             return own.dtype == given.dtype and same_content(own.to(device), given.to(device))
         own.copy_(given)
         return True
