@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import pathlib
 import re
+import sys
 import time
 from unittest import mock
 
@@ -19,13 +20,9 @@ DOCS = (
 LEFT_OUT = ("datasets", "fastapi", "nemo_rl.utils.logger", "pynvml", "ray", "ray.cloudpickle", "ray.exceptions",
             "ray.util", "ray.util.placement_group", "ray.util.queue", "ray.util.scheduling_strategies", "tensordict",
             "uvicorn", "zmq")  # fmt: skip
-# The newer worker makes and trains its model with this package of a commit that no release has.
-AUTOMODEL = ("nemo_automodel", "nemo_automodel.components", "nemo_automodel.components._peft",
-             "nemo_automodel.components._peft.lora", "nemo_automodel.components.distributed",
-             "nemo_automodel.components.distributed.cp_utils",
-             "nemo_automodel.components.distributed.tensor_utils", "nemo_automodel.components.training",
-             "nemo_automodel.components.training.utils", "nemo_rl.models.automodel.checkpoint",
-             "nemo_rl.models.automodel.setup", "nemo_rl.models.automodel.train")  # fmt: skip
+# nemo_automodel, with which the newer worker makes its model, imports these.
+OF_AUTOMODEL = ("megatron_fsdp", "torchao", "torchao.float8", "torchao.quantization", "torchao.quantization.qat",
+                "torchao.quantization.qat.linear")  # fmt: skip
 
 
 def is_given():
@@ -37,8 +34,12 @@ def is_given():
 
 def worker_module(name, is_changed=False):
     """A module of NeMo-RL's workers, as it is, or with the lines that docs/FRAMEWORKS.md shows. Ray's actors are plain
-    classes there."""
-    leave_out(*LEFT_OUT, *(AUTOMODEL if name.endswith("_v2") else ()))
+    classes there. A process can have either the older worker or the newer one."""
+    leave_out(*LEFT_OUT)
+    if name.endswith("_v2"):
+        leave_out(*OF_AUTOMODEL)
+    else:
+        sys.modules.setdefault("nemo_automodel", None)  # as where it is not installed
 
     def remote(*args, **_):
         return args[0] if args else lambda cls: cls
@@ -78,6 +79,8 @@ def configuration(model, optimizer, batch, micro_batch):
             {"milestones": [3]},
         ],
         "precision": "bfloat16",
+        "tokenizer": {},
+        "generation": {"colocated": {"enabled": True}, "top_k": None, "top_p": 1.0, "temperature": 1.0},
         "max_grad_norm": 1.0,
         "train_global_batch_size": batch,
         "train_micro_batch_size": micro_batch,
@@ -98,15 +101,17 @@ def configuration(model, optimizer, batch, micro_batch):
 
 def made(worker_class, config, has_reference, **saved):
     """A worker in a process that has its group already."""
+    tokenizer = mock.MagicMock(pad_token_id=0)
+    setup = sys.modules.get("nemo_rl.models.automodel.setup", mock.MagicMock())  # the newer worker's
     with (
         mock.patch("ray.get_gpu_ids", lambda: [0]),
         mock.patch("torch.distributed.init_process_group", lambda **_: None),
+        mock.patch.object(setup, "get_tokenizer", lambda *_, **__: tokenizer),
     ):
-        worker = worker_class(
-            config, mock.MagicMock(pad_token_id=0), init_reference_model=has_reference, **saved
-        )
+        worker = worker_class(config, tokenizer=tokenizer, init_reference_model=has_reference, **saved)
     worker.model.config._attn_implementation = "eager"
-    for _ in range(1000):  # a thread of gloo may still hold buffers that were broadcast, which cannot be swapped then
+    # A thread of gloo may still hold buffers that were broadcast. The worker cannot swap them then.
+    for _ in range(1000):
         if all(buffer._use_count() == 1 for buffer in worker.model.buffers()):
             break
         time.sleep(0.001)

@@ -1,6 +1,5 @@
 """NeMo-RL's own policy workers for FSDP2, on the CPU over gloo: model, loss, training, phases, the weights for the
-rollout and checkpoints are theirs. The newer worker makes and trains its model with nemo_automodel, no release of which
-fits: its phases run here around the older one's training."""
+rollout and checkpoints are theirs."""
 
 import argparse
 import contextlib
@@ -13,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import yaml
+from torch.distributed.tensor import DTensor
 
 import hybridopt
 import ranks
@@ -26,6 +26,8 @@ pytestmark = pytest.mark.skipif(
     reason="PyPI has only NeMo-RL's name: give scripts/test_frameworks a checkout of its sources by NEMO_RL_CHECKOUT",
 )
 
+# The newer worker makes its model on one rank only here: on several, nemo_automodel fills it on a GPU.
+RANKS = {"dtensor_policy_worker": 2, "dtensor_policy_worker_v2": 1}
 IMPLEMENTATIONS = {
     "dtensor_policy_worker": "DTensorPolicyWorkerImpl",
     "dtensor_policy_worker_v2": "DTensorPolicyWorkerV2Impl",
@@ -45,6 +47,8 @@ class Phases(Copying):
             kwargs.pop("pin_memory", None)
         if function is torch.Tensor.cuda:
             return args[0]
+        if function is torch._C._nn._parse_to and type(args[0]) is int:  # of module.to(number of the GPU)
+            args = ("cpu", *args[1:])
         args = tuple("cpu" if is_cuda(arg) else arg for arg in args)
         return super().__torch_function__(function, types, args, kwargs)
 
@@ -58,28 +62,24 @@ def without_gpu():
     with (
         mock.patch(
             "torch.distributed.device_mesh.init_device_mesh",
-            lambda _, *args, **kwargs: make_mesh("cpu", *args, **kwargs),
+            lambda device_type, *args, **kwargs: make_mesh("cpu", *args, **kwargs),
         ),
         mock.patch("torch.autocast", lambda device_type, **kwargs: autocast("cpu", **kwargs)),
-        mock.patch.multiple(torch.cuda, mem_get_info=lambda: (1, 1), **ignored),
+        mock.patch.multiple(torch.cuda, mem_get_info=lambda: (1, 1), current_device=lambda: 0, **ignored),
         mock.patch("torch.distributed.init_process_group", lambda *_, **__: None),  # it is there
         Phases() as phases,
     ):
         yield phases
 
 
-def workers(folder, moving, options, saved=None):
-    """What trains, and what has the phases, which share everything."""
-    older = worker_module("dtensor_policy_worker").DTensorPolicyWorkerImpl
+def worker_of(folder, module, options, saved=None):
     optimizer = yaml.safe_load(block("yaml"))["policy"]["optimizer"]
     optimizer["kwargs"].update(lr=1e-2, betas=[0.9, 0.999], eps=1e-8, **options)
-    config = {**configuration(folder, optimizer, 8, 2), "max_grad_norm": 0.5}
-    trains = made(older, config, has_reference=True, **(saved or {}))
-    assert type(trains.optimizer) is hybridopt.AdamW
-    name = IMPLEMENTATIONS[moving]
-    moves = object.__new__(getattr(worker_module(moving, "movable" not in options), name))
-    moves.__dict__ = trains.__dict__
-    return trains, moves
+    config = {**configuration(folder, optimizer, 4 * RANKS[module], 2), "max_grad_norm": 0.5}
+    classes = worker_module(module, is_changed="movable" not in options)
+    worker = made(getattr(classes, IMPLEMENTATIONS[module]), config, has_reference=True, **(saved or {}))
+    assert type(worker.optimizer) is hybridopt.AdamW
+    return worker
 
 
 def addresses(optimizer):
@@ -95,80 +95,87 @@ def calls_of(optimizer):
     return calls
 
 
-def iterate(trains, moves, phases, rank, seeds):
+def iterate(worker, phases, rank, seeds):
     """Iterations of GRPO: log probabilities, a step, and new weights for the rollout. Returns what each gives."""
-    weights_of = sys.modules[type(trains).__module__].dtensor_params_generator
+    weights_of = sys.modules[type(worker).__module__].dtensor_params_generator
     results = []
     for seed in seeds:
         tokens = torch.randint(0, 64, (4, 12), generator=torch.Generator().manual_seed(2 * seed + rank))
         batch = batch_of(tokens)
         if phases:
-            moves.prepare_for_lp_inference()
-        logprobs = [trains.get_logprobs(batch)["logprobs"]]
-        with trains.use_reference_model():
-            logprobs.append(trains.get_logprobs(batch)["logprobs"])
+            worker.prepare_for_lp_inference()
+        logprobs = worker.get_logprobs(batch)["logprobs"]
+        with worker.use_reference_model():
+            reference = worker.get_logprobs(batch)["logprobs"]
         if phases:
-            moves.prepare_for_training()
-        norm = float(trains.train(batch, loss_function())["grad_norm"])
+            worker.prepare_for_training()
+        norm = float(worker.train(batch, loss_function())["grad_norm"])
         if phases:
-            places, copies = addresses(trains.optimizer), phases.copies
-            moves.offload_before_refit()
-        weights = [weight for _, weight in weights_of(trains.model, torch.bfloat16)]
+            places, copies = addresses(worker.optimizer), phases.copies
+            worker.offload_before_refit()
+        weights = [weight for _, weight in weights_of(worker.model, torch.bfloat16)]
         if phases:
-            moves.offload_after_refit()
+            worker.offload_after_refit()
             assert phases.copies > copies
-            assert addresses(trains.optimizer) == places  # nothing is stored twice
-        results.append((norm, bits(logprobs), bits(weights)))
+            assert addresses(worker.optimizer) == places  # nothing is stored twice
+        results.append((norm, bits([logprobs]), bits(weights), bits([reference])))
     return results
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def found(worker):
     entries = list(worker.optimizer.state.values())
     return (
-        bits(param.full_tensor() for param in worker.model.parameters()),
-        bits(entry[name].full_tensor() for entry in entries for name in ("exp_avg", "exp_avg_sq")),
+        bits(whole(param) for param in worker.model.parameters()),
+        bits(whole(entry[name]) for entry in entries for name in ("exp_avg", "exp_avg_sq")),
         [int(entry["step"]) for entry in entries],
         worker.scheduler.last_epoch,
     )
 
 
-def worked(rank, folder, saved, options, moving):
-    """Five iterations, and a checkpoint after three of them. `moving` names the worker that has the phases."""
+def worked(rank, folder, saved, module, options, is_moving):
+    """Five iterations, and a checkpoint after three of them."""
     with without_gpu() as phases:
-        trains, moves = workers(folder, moving or "dtensor_policy_worker", options)
-        phases = phases if moving else None
-        calls = calls_of(trains.optimizer)
-        results = iterate(trains, moves, phases, rank, range(3))
+        worker = worker_of(folder, module, options)
+        phases = phases if is_moving else None
+        calls = calls_of(worker.optimizer)
+        results = iterate(worker, phases, rank, range(3))
         if phases:
-            moves.prepare_for_training()  # as GRPO does before it saves
-        trains.save_checkpoint(**saved)
-        results += iterate(trains, moves, phases, rank, range(3, 5))
+            worker.prepare_for_training()  # as GRPO does before it saves
+        newer = {"checkpointing_cfg": {"enabled": True}} if module.endswith("v2") else {}
+        worker.save_checkpoint(**saved, **newer)
+        results += iterate(worker, phases, rank, range(3, 5))
         if phases and "movable" not in options:
             iteration = ["offload", "reload", "offload", "offload"]
             assert [name for name, _, _ in calls.mock_calls] == iteration * 3 + ["reload"] + iteration * 2
-        return results, found(trains)
+        return results, found(worker)
 
 
-def working(rank, world, folder, options):
-    for name in IMPLEMENTATIONS:
-        worker_module(name)
+def working(rank, world, folder, module, options):
+    worker_module(module)
     gc.freeze()  # the workers collect garbage several times in each phase
     paths = {key: f"{folder}/{key}" for key in ("weights_path", "optimizer_path")}
-    results = [worked(rank, folder, paths, options, moving) for moving in (None, *IMPLEMENTATIONS)]
+    results = [worked(rank, folder, paths, module, options, is_moving) for is_moving in (False, True)]
     with without_gpu() as phases:
-        trains, moves = workers(folder, "dtensor_policy_worker_v2", options, paths)
-        return results, (iterate(trains, moves, phases, rank, range(3, 5)), found(trains))
+        worker = worker_of(folder, module, options, paths)
+        return *results, (iterate(worker, phases, rank, range(3, 5)), found(worker))
 
 
-@pytest.mark.parametrize("options", [{}, {"state_dtype": "bf16"}, {"movable": []}])
-def test_phases_and_checkpoints_of_the_workers_keep_every_bit(tmp_path, options):
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+@pytest.mark.parametrize("options", [{"state_dtype": "bf16"}, {"movable": []}])
+def test_phases_and_checkpoints_of_the_workers_keep_every_bit(tmp_path, module, options):
     """With the lines of the docs; with movable=[] the workers are as they are."""
-    for (staying, *moving), continued in ranks.run(working, 2, save_model(tmp_path), options):  # of each rank
-        assert moving == [staying] * 2
+    for staying, moving, continued in ranks.run(working, RANKS[module], save_model(tmp_path), module, options):
+        assert moving == staying
         results, state = staying
-        assert continued == (results[3:], state)
-        assert max(norm for norm, _, _ in results) > 0.5  # clipped
-        weights = [each for _, _, each in results]
+        # The newer worker takes what it has loaded for its reference model.
+        assert [each[:3] for each in continued[0]] == [each[:3] for each in results[3:]]
+        assert continued[1] == state
+        norms, _, weights, _ = zip(*results)
+        assert max(norms) > 0.5  # clipped
         assert all(before != after for before, after in itertools.pairwise(weights))
 
 
