@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""What it costs RL trainers to give the GPU to a rollout and to take it back, by their own worker code: verl's engine
-and SkyRL's strategy for FSDP2, each with torch's AdamW and with ours, and torch's AdamW under torch_memory_saver.
+"""What it costs RL trainers to give the GPU to a rollout and to take it back, by their own worker code: verl's engine,
+SkyRL's strategy and NeMo-RL's policy worker for FSDP2, each with torch's AdamW and with ours, and torch's AdamW under
+torch_memory_saver.
 
     HYBRIDOPT_LIBRARY=build/release/libhybridopt.so PYTHONPATH=bindings/python/src python3 bench/rl_phases.py
 
@@ -9,8 +10,9 @@ Its seconds are medians of all but the first. "free" is the device memory that a
 worker sleeps, "host" how much more of the machine's memory is in use at most than before the worker was made. A second
 process makes the same steps without a phase: "same bits" compares hashes of the params. Where our state is on the host,
 the worker's own switch that moves state is off. torch is asked for deterministic algorithms, and attention is eager,
-because other kinds have none. verl, skyrl and torch_memory_saver are used where they can be imported; Ray, data sets
-and servers are left out.
+because other kinds have none. verl, skyrl, nemo_rl and torch_memory_saver are used where they can be imported, nemo_rl
+from a folder with NeMo-RL's sources on PYTHONPATH; Ray, data sets and servers are left out. NeMo-RL's worker is
+dtensor_policy_worker.py; "worker unchanged" is without the lines of docs/FRAMEWORKS.md.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ import torch
 
 # Helpers of the tests of these frameworks.
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "bindings/python/tests/integrations"))
+import nemo_rl_on_cpu  # noqa: E402
 from skyrl_on_cpu import STRATEGY, patched  # noqa: E402
 from verl_on_cpu import leave_out  # noqa: E402
 
@@ -136,6 +139,22 @@ def skyrl_worker(options: argparse.Namespace, ours: dict | None) -> Worker:
     )
 
 
+def nemo_rl_worker(options: argparse.Namespace, ours: dict | None) -> Worker:
+    leave_out_what_is_missing()
+    module = nemo_rl_on_cpu.worker_module("dtensor_policy_worker", is_changed="movable" in (ours or {}))
+    name = "torch.optim.AdamW" if ours is None else "hybridopt.AdamW"
+    optimizer = {"name": name, "kwargs": {"lr": 1e-5, **(ours or {})}}
+    config = nemo_rl_on_cpu.configuration(options.model, optimizer, options.batch, options.batch)
+    worker = nemo_rl_on_cpu.made(module.DTensorPolicyWorkerImpl, config, has_reference=False)
+    loss = nemo_rl_on_cpu.loss_function()
+    return Worker(
+        worker.model,
+        worker.prepare_for_training,
+        lambda: (worker.offload_before_refit(), worker.offload_after_refit()),
+        lambda tokens: worker.train(nemo_rl_on_cpu.batch_of(tokens), loss),
+    )
+
+
 def memory_saver_worker(options: argparse.Namespace, ours: dict | None) -> Worker:
     """torch's AdamW over fp32 params, all of whose memory torch_memory_saver copies to the host and frees."""
     from torch_memory_saver import torch_memory_saver as saver
@@ -176,7 +195,8 @@ def with_states(optimizer: Any, ours: dict | None) -> tuple[Callable, Callable]:
     return functools.partial(optimizer.offload, states=True), functools.partial(optimizer.reload, states=True)
 
 
-MAKERS = {"verl": verl_worker, "skyrl": skyrl_worker, "torch_memory_saver": memory_saver_worker}
+MAKERS = {"verl": verl_worker, "skyrl": skyrl_worker, "nemo_rl": nemo_rl_worker,
+          "torch_memory_saver": memory_saver_worker}  # fmt: skip
 SMALL = {"master_layout": "split", "state_dtype": "bf16"}
 CONTENDERS: dict[str, tuple[str, dict | None]] = {
     "verl, torch's AdamW": ("verl", None),
@@ -185,6 +205,12 @@ CONTENDERS: dict[str, tuple[str, dict | None]] = {
     "verl, ours, all on the host, small state": ("verl", {"offload_fraction": 1.0, **SMALL}),
     "SkyRL, torch's AdamW": ("skyrl", None),
     "SkyRL, ours, all on the host": ("skyrl", {"offload_fraction": 1.0}),
+    "NeMo-RL, torch's AdamW": ("nemo_rl", None),
+    "NeMo-RL, ours, all on the host": ("nemo_rl", {"offload_fraction": 1.0, "movable": ["states"]}),
+    "NeMo-RL, ours, half on the host": ("nemo_rl", {"offload_fraction": 0.5, "movable": ["states"]}),
+    "NeMo-RL, ours, all on the host, small state": ("nemo_rl", {"offload_fraction": 1.0, "movable": ["states"],
+                                                                "state_dtype": "bf16"}),  # fmt: skip
+    "NeMo-RL, ours, all on the host, worker unchanged": ("nemo_rl", {"offload_fraction": 1.0}),
     "torch's AdamW, torch_memory_saver": ("torch_memory_saver", None),
 }
 

@@ -21,10 +21,10 @@ class Phases(Copying):
         return super().__torch_function__(function, types, args, kwargs)
 
 
-def save_model(folder):
+def save_model(folder, vocab_size=64):
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)

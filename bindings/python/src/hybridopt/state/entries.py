@@ -69,9 +69,11 @@ class Entry(dict):
         if not isinstance(value, Tensor) or value.shape != view.shape:
             return False
         self._handle.drain()
-        own, given = local(view), local_part(value.detach(), view).to(local(view).device)
+        own, given = local(view), local_part(value.detach(), view)
         if key in (MASTER, MASTER_LOW):  # the param may have been written since this master was made
-            return own.dtype == given.dtype and same_content(own, given)
+            # On the GPU, if one of them is there: a copy to the host may still be under way.
+            device = given.device if own.device.type == "cpu" else own.device
+            return own.dtype == given.dtype and same_content(own.to(device), given.to(device))
         own.copy_(given)
         return True
 
