@@ -20,7 +20,7 @@ constexpr int kHundred = 100;  // fractions are tried in hundredths
 // lose fragments.
 constexpr uint64_t kReservePercent = 5;
 
-// A way to store the state. The first two keep the same bits.
+// A way to store the state.
 struct NamedLayout {
   const char* text;
   const char* masters;
@@ -31,8 +31,12 @@ constexpr NamedLayout kNamedLayouts[] = {
     {"fp32 state", "fp32", false, "fp32"},
     {"split masters, same bits", "split", false, "split"},
     {"split masters, bf16 moments", "split", true, "small"},
+    {"fp32 masters, bf16 moments", "fp32", true, ""},
+    {"masters of 24 bits", "split24", false, ""},
+    {"masters of 24 bits, bf16 moments", "split24", true, ""},
 };
-constexpr size_t kExactLayouts = 2;
+constexpr size_t kExactLayouts = 2;    // the first ones keep the same bits
+constexpr size_t kOfferedLayouts = 3;  // of bf16 params, if the options choose none
 
 // The question that the command line asks.
 struct Question {
@@ -116,19 +120,19 @@ Result<Candidate> LeastOffloaded(Planner& planner, const Question& question,
   return CandidateOf(planner, question, layout, static_cast<double>(fits) / kHundred);
 }
 
-// The layouts that the options allow.
+// The layouts that the options allow. Only bf16 params can have other masters than fp32.
 std::vector<NamedLayout> LayoutsOf(const PlanOptions& options) {
-  if (options.master_layout.empty() && !options.small_state)
-    return options.dtype == "bf16"
-               ? std::vector<NamedLayout>(std::begin(kNamedLayouts), std::end(kNamedLayouts))
-               : std::vector<NamedLayout>{kNamedLayouts[0]};
-  const char* const masters = !options.master_layout.empty() ? options.master_layout.c_str()
-                              : options.small_state          ? "split"
-                                                             : "fp32";
-  for (const NamedLayout& layout : kNamedLayouts)
-    if (layout.masters == std::string(masters) && layout.bf16_moments == options.small_state)
-      return {layout};
-  return {{"as the options say", masters, options.small_state, ""}};
+  const NamedLayout* const first = kNamedLayouts;
+  const bool is_bf16 = options.dtype == "bf16";
+  if (is_bf16 && options.master_layout.empty() && !options.small_state)
+    return {first, first + kOfferedLayouts};
+  const std::string masters = !options.master_layout.empty()   ? options.master_layout
+                              : is_bf16 && options.small_state ? "split"
+                                                               : "fp32";
+  const auto* const chosen = std::find_if(first, std::end(kNamedLayouts), [&](const auto& layout) {
+    return layout.masters == masters && layout.bf16_moments == options.small_state;
+  });
+  return {*chosen};
 }
 
 Result<std::vector<Candidate>> CandidatesOf(Planner& planner, const Question& question) {
@@ -169,12 +173,6 @@ uint64_t DeviceFreeBytes() {
   if (!context.Create(options).ok() || offload_context_get_info(context.get(), &info) != OFFLOAD_OK)
     return 0;
   return info.device_memory_free_bytes;
-}
-
-// The comparison also refuses NaN.
-Status CheckFraction(const char* option, double fraction) {
-  if (fraction >= 0 && fraction <= 1) return {};
-  return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is %g, expected 0 to 1", option, fraction);
 }
 
 Result<Question> QuestionOf(const PlanOptions& options) {
@@ -228,7 +226,9 @@ std::string TrainingText(const Question& question, const TrainingBytes& training
                                          : SizeText(training.activations))
       << "; "
       << (question.device_available_bytes == 0
-              ? "there is no GPU here, --device-memory says how much another machine has"
+              ? std::string(question.machine ? "that machine has no GPU"
+                                             : "no GPU is found here (hybridopt doctor says why)") +
+                    ", --device-memory says how much another one has"
               : FitText(training.device, question.device_available_bytes, "there"))
       << "\n          on the host " << SizeText(training.host * options.gpus) << ": "
       << (options.gpus > 1 ? std::to_string(options.gpus) + " times " : "") << "state "
@@ -404,10 +404,6 @@ Status DoesNotFit(const Question& question, const std::vector<Candidate>& candid
 }  // namespace
 
 Result<Report> Plan(const PlanOptions& options) {
-  if (options.offload_fraction)
-    HYBRIDOPT_TRY(CheckFraction("--offload-fraction", *options.offload_fraction));
-  if (options.device_fraction)
-    HYBRIDOPT_TRY(CheckFraction("--device-fraction", *options.device_fraction));
   HYBRIDOPT_ASSIGN(const auto planner, Planner::Make(options));
   HYBRIDOPT_ASSIGN(const Question question, QuestionOf(options));
   HYBRIDOPT_ASSIGN(
