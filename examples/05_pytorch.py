@@ -2,7 +2,7 @@
 """Shows a byte-level GPT in PyTorch that is trained with its AdamW state in host memory.
 
     scripts/demo_python               builds the library and runs this
-    scripts/demo_python --compare     beside torch.optim.AdamW, with a picture of both losses
+    scripts/demo_python --compare     beside torch.optim.AdamW, with a picture of both losses (matplotlib)
     scripts/demo_python --preset 14g  14 G params on one GPU of 139 GiB with 128 GiB of host memory; small on a CPU
     scripts/demo_python --preset 20g  20 G params there, with masters of 24 bits and part of the state on the GPU
 
@@ -17,7 +17,9 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 import math
+import os
 import pathlib
 import statistics
 import sys
@@ -120,9 +122,23 @@ def parse() -> argparse.Namespace:
     for name, size in sizes.items():
         if getattr(options, name) is None:
             setattr(options, name, size)
+    pictures = {"--timeline": options.timeline, "--memory-plot": options.memory_plot}
+    if options.compare:
+        pictures["--compare"] = options.plot
+    for flag, path in pictures.items():
+        if path is not None:
+            refuse_picture(flag, path)
     if options.check and options.overlap:
         parser.error("--check looks at gradients that --overlap has taken away; give one of them")
     return options
+
+
+def refuse_picture(flag: str, path: pathlib.Path) -> None:
+    """Says before the training what would keep the picture from being drawn behind it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit(f"{flag} draws a picture, which needs matplotlib: pip install matplotlib")
+    if not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
+        raise SystemExit(f"{flag}: got {str(path)!r}, expected a file in a folder that can be written to")
 
 
 # ------------------------------------------------------------------------------------------ text --

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <cerrno>
 #include <sstream>
 #include <vector>
 
@@ -99,6 +100,11 @@ void AddRow(const Listed& listed, bool is_newest, Table& table, Json& rows) {
 Result<Reader> OpenCheckpoint(const std::string& directory) {
   Result<Reader> reader = Reader::Open(hybridopt::system::SystemFiles(), directory);
   if (reader.ok()) return reader;
+  if (LookIn(hybridopt::system::SystemFiles(), directory) == -ENOTDIR)
+    return Status::Error(
+        reader.status().code(),
+        "'%.500s' is a file, expected the directory of a checkpoint, which has a %s",
+        directory.c_str(), kManifestFile);
   const Result<std::string> newest = NewestIn(directory, false);
   if (!newest.ok()) {
     if (access(directory.c_str(), F_OK) != 0 || HasManifest(directory)) return reader;

@@ -222,7 +222,7 @@ void AddTrainingOfPlan(CLI::App* plan, PlanOptions& options) {
   AddSize(plan, "--early-updates", options.early_bytes,
           "memory on the host for early updates, by default 0; needs\n--hook-gradients");
   AddSize(plan, "--activations", options.activations_bytes,
-          "activations that wait for the backward pass, on the device; by default 0");
+          "activations kept for the backward pass, on the device; by default 0");
   AddSize(plan, "--stash", options.stash_bytes,
           "budget of an activation stash, on the host; by default 0");
 }
@@ -240,7 +240,7 @@ void AddMachineOfPlan(CLI::App* plan, PlanOptions& options) {
   AddSize(plan, "--host-memory", options.host_memory_bytes,
           "of another machine; by default what is available here");
   AddSize(plan, "--device-memory", options.device_memory_bytes,
-          "of each GPU of another machine; by default what is free on the GPU here");
+          "of each GPU of another machine; by default what is free on one here");
 }
 
 void AddPlan(CLI::App& app, Request& request) {
@@ -335,7 +335,7 @@ void AddCheckpointCommands(CLI::App& app, Request& request) {
                                           "sum"};
   exporting
       ->add_option("--what", exported->what,
-                   "the kind of state: " + OneOf(kinds) + ";\nby default master")
+                   "kind of state: " + OneOf(kinds) + ";\nby default master")
       ->check(AnyOf(kinds))
       ->option_text("KIND");
   exporting

@@ -23,10 +23,13 @@ def run(*arguments):
     return output.stdout
 
 
-def refused(*arguments):
-    command = [sys.executable, sys.argv[1], "--quick", *arguments]
+def refused(*arguments, first="pass"):
+    """The error text of a program that refuses before it trains. `first` is Python that runs before the program."""
+    program = f"import runpy, sys; {first}; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", program, sys.argv[1], "--quick", *arguments]
     output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert output.returncode == 1, f"{arguments}: exit status {output.returncode}"
+    assert "step 1," not in output.stdout, "it has trained before it refused"
     return output.stderr
 
 
@@ -76,7 +79,15 @@ with tempfile.TemporaryDirectory() as folder:
     text = refused("--stash", "--stash-budget", "1000000")
     assert re.search(r"the host will hold 10240\d+\.\d MiB .*; choose a smaller model, --stash-budget or", text), text
 
-    # So does the one with masters of 24 bits and part of the state where the params are.
+    # What would keep a picture from being drawn is told before the training.
+    for flag in (("--compare", "--plot"), ("--timeline",), ("--memory-plot",)):
+        text = refused(*flag, str(plot), first="sys.modules['matplotlib'] = None")
+        assert text == f"{flag[0]} draws a picture, which needs matplotlib: pip install matplotlib\n", text
+        for path in (f"{folder}/none/plot.png", folder):
+            text = refused(*flag, path)
+            assert text == f"{flag[0]}: got {path!r}, expected a file in a folder that can be written to\n", text
+
+    # The preset with masters of 24 bits has the losses of its options too, with part of the state where the params are.
     masters24 = ("--dtype", "bfloat16", "--master-layout", "split24", "--state-dtype", "bfloat16", "--overlap")
     plain24 = run(*masters24, *short)
     preset24 = run("--preset", "20g", "--stash-budget", str(2 / 1024), "--memory-plot", str(plot), *short)

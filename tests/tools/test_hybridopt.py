@@ -275,6 +275,9 @@ def test_inspect_of_what_is_no_good_checkpoint(sample, tmp_path):
     (tmp_path / "empty").mkdir()
     told = f"'{tmp_path}/empty' is no checkpoint, as it has no manifest.json; give the directory of a checkpoint"
     assert refuse(FAILED, told, "inspect", tmp_path / "empty") == "IO_FAILED"
+    manifest = sample / "manifest.json"
+    told = f"'{manifest}' is a file, expected the directory of a checkpoint, which has a manifest.json"
+    assert refuse(FAILED, told, "inspect", manifest) == "IO_FAILED"
     missing = f"could not open '{tmp_path}/none/manifest.json': No such file or directory"
     assert refuse(FAILED, missing, "inspect", tmp_path / "none") == "IO_FAILED"
     other = tmp_path / "other"
