@@ -100,8 +100,11 @@ class Exporter {
       data_bytes_ = end;
     }
     if (!entries_.empty()) return {};
-    return Status::Error(OFFLOAD_CHECKPOINT_MISMATCH, "the checkpoint holds no %s of any param",
-                         KindName(kind_));
+    return Status::Error(
+        OFFLOAD_CHECKPOINT_MISMATCH,
+        "the checkpoint holds no %s of any param; 'hybridopt inspect' shows what it holds, which "
+        "--what can name",
+        KindName(kind_));
   }
 
   Status Write(const std::string& path) {

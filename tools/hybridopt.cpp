@@ -125,7 +125,7 @@ CLI::Validator CountTo(int most) {
 
 // Adds an option that is a number of bytes.
 CLI::Option* AddSize(CLI::App* command, const char* name, uint64_t& bytes, const char* text) {
-  const CLI::AsSizeValue size(false);
+  const CLI::AsSizeValue size(true);  // a kB has 1000 bytes
   const auto check = [size](std::string& given) {
     // Without the second condition, a negative number would be read as a very large one.
     return given.starts_with('-') ? "no" : size(given);

@@ -563,7 +563,7 @@ def test_export_makes_nothing_where_it_is_refused(sample, tmp_path):
         refuse(code, text, "export", sample, out, *arguments)
         assert [path.name for path in tmp_path.iterdir()] == ["sample"]
 
-    expect(BAD, "the checkpoint holds no sum of any param", "--what", "sum")
+    expect(BAD, "the checkpoint holds no sum of any param; 'hybridopt inspect' shows what it holds", "--what", "sum")
     flip(sample / "shard-00001-of-00002.safetensors", 4096)
     expect(BAD, "a block is damaged: embed.weight.master of rank 1")
     flip(sample / "shard-00001-of-00002.safetensors", 4096)

@@ -148,6 +148,13 @@ def test_plan_of_no_size(option):
         misuse(f"{option}: got '{size}', expected a whole number of bytes, as 8GiB or 2GB", "plan", "7B", option, size)
 
 
+def test_sizes_have_units():
+    sizes = {"2000": 2000, "2kB": 2000, "2KiB": 2048, "2GB": 2 * 10**9, "2 gib": 2 << 30, "2G": 2 * 10**9}
+    for size, expected in sizes.items():
+        told = json.loads(tool("plan", "1000", "--device-memory", size, "--json").stdout)
+        assert told["device_available_bytes"] == expected
+
+
 @pytest.mark.parametrize("name", ["adamx", "AdamW", "muon", ""])  # the state of Muon goes by the shapes of matrices
 def test_plan_of_an_unknown_algorithm_names_those_that_there_are(name):
     misuse(f"--algorithm: got '{name}', expected adamw, adam, sgd, lion, adagrad or signum", "plan", "7B", "--algorithm",
@@ -477,7 +484,8 @@ def test_a_machine_without_a_gpu_updates_on_the_host(tmp_path):
     told = answer("8e9", "--machine", machine_file(tmp_path, device=None), "--offload-fraction", "0.5")
     assert told["predicted_step_seconds"] == [8.0, 8.0] and told["device_available_bytes"] == 0
     path = machine_file(tmp_path, device=None)
-    assert "; that machine has no GPU, --device-memory says how much another one has\n" in succeed("plan", "1e9", "--machine", path)
+    told_text = succeed("plan", "1e9", "--machine", path)
+    assert "; that machine has no GPU, --device-memory says how much another one has\n" in told_text
 
 
 @pytest.mark.parametrize("options", [["--algorithm", "lion"], ["--dtype", "fp32"], ["--master-layout", "split24"]])
