@@ -222,11 +222,10 @@ Result<Model> FindModel(const std::string& text) {
     return Model{elements, text};
   }
   if (IsPath(text))
-    return Status::Error(
-        OFFLOAD_INVALID_ARGUMENT,
-        "MODEL '%.500s' is not there, expected a config.json, safetensors or their "
-        "directory; check the path, or give the number of parameters, as 7B",
-        text.c_str());
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "'%.500s' is not there, expected a config.json, safetensors or their "
+                         "directory; check the path, or give the number of parameters, as 7B",
+                         text.c_str());
   const std::string nearest = NearestName(text);
   const std::string hint = nearest.empty() ? "" : " (did you mean '" + nearest + "'?)";
   return Status::Error(

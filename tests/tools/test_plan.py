@@ -231,7 +231,7 @@ def test_a_name_that_is_not_known():
     refuse(USAGE, "'colossus' is no model, expected a number", "plan", "colossus")
     refuse(USAGE, "or one of gpt2, gpt2-medium, ", "plan", "colossus")
     for path in ("/none", "./none", "../none", "~/none", "none/", "none.json", "none.safetensors", "/no\x1b[2J"):
-        told = f"MODEL '{path.replace(chr(27), chr(92) + 'x1b')}' is not there, expected a config.json, safetensors or their"
+        told = f"'{path.replace(chr(27), chr(92) + 'x1b')}' is not there, expected a config.json, safetensors or their"
         refuse(USAGE, told, "plan", path)
     hostile = tool("plan", "\x1b[2J\u202e")
     assert may_be_shown(hostile.stderr) and r"'\x1b[2J\u202e' is no model" in hostile.stderr
@@ -517,7 +517,7 @@ def test_a_file_that_doctor_did_not_print(changes, text, tmp_path):
 
 def test_a_machine_file_that_is_none(tmp_path):
     way_out = "; on that machine, 'hybridopt doctor --json > FILE' makes a new one"
-    for name, wrong in {"none": "could not open '{}': No such file", ".": "could not read '{}': "}.items():
+    for name, wrong in {"none": "could not open '{}': No such file", ".": "could not read '{}': Is a directory"}.items():
         path = tmp_path / name
         refuse(FAILED, "--machine: " + wrong.format(path), "plan", "7B", "--machine", path)
         refuse(FAILED, way_out, "plan", "7B", "--machine", path)
