@@ -394,7 +394,7 @@ std::string WrongText(const CLI::ParseError& error) {
     case CLI::ExitCodes::ArgumentMismatch:
       return option.substr(0, option.find(':')) + " takes one value, and is given once";
     case CLI::ExitCodes::ConversionError:  // values of other options are checked before
-      return option.substr(0, option.find(' ')) + " takes no value";
+      return option.substr(0, option.find_first_of(" :")) + " takes no value";
     default:
       return text;
   }

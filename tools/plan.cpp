@@ -380,6 +380,29 @@ Json CandidatesJson(const Question& question, const std::vector<Candidate>& cand
   return rows;
 }
 
+// What takes less of the device, of what the options do not have yet.
+std::string DeviceAdvice(const Question& question) {
+  const PlanOptions& options = question.options;
+  std::string text = "; on the device more --gpus share params, gradients and state";
+  if (!question.is_fraction_open && question.offload_fraction < 1)
+    text += ", a larger --offload-fraction takes state off it";
+  if (!options.hook_gradients) text += ", --hook-gradients takes gradients off it";
+  if (options.activations_bytes > options.stash_bytes)
+    text += ", a larger --stash takes activations off it";
+  return text;
+}
+
+std::string HostAdvice(const Question& question, const std::vector<Candidate>& candidates) {
+  const PlanOptions& options = question.options;
+  const bool has_small_state = candidates.back().choice.bf16_moments;
+  std::string words;
+  if (!has_small_state) words += "--small-state, ";
+  if (options.stash_bytes > 0) words += "a smaller --stash, ";
+  if (options.early_bytes > 0) words += "smaller --early-updates, ";
+  return "; on the host " + words + (words.empty() ? "" : "or ") +
+         "the optimizer's option disk_fraction takes less";
+}
+
 // Says which side has no room in any of the candidates, and what takes less of it.
 Status DoesNotFit(const Question& question, const std::vector<Candidate>& candidates) {
   bool fits_device = false, fits_host = false;
@@ -392,13 +415,8 @@ Status DoesNotFit(const Question& question, const std::vector<Candidate>& candid
     room = SizeText(question.device_available_bytes) + " on the device and " + room;
   return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
                        "nothing that these options leave open fits into %s%s%s", room.c_str(),
-                       fits_device
-                           ? ""
-                           : "; on the device --gpus shares out params, gradients and state, "
-                             "--hook-gradients and --stash take some of them off it",
-                       fits_host ? ""
-                                 : "; on the host --small-state needs less, and so do a smaller "
-                                   "--stash and a disk_fraction of the optimizer");
+                       fits_device ? "" : DeviceAdvice(question).c_str(),
+                       fits_host ? "" : HostAdvice(question, candidates).c_str());
 }
 
 }  // namespace

@@ -119,10 +119,18 @@ def test_plan_of_a_training_that_does_not_fit():
     assert "optimizer = " not in result.stdout
     refused = "nothing that these options leave open fits into 80.0 GiB on the device and 96.0 GiB on the host"
     assert refuse(BAD, refused, *PRESET, *machine) == "OUT_OF_HOST_MEMORY"
-    refuse(BAD, "1.0 GiB on the host; on the host --small-state needs less", "plan", "7B", "--host-memory", "1GiB")
+    # The advice is what these options do not have yet.
+    gib = ["plan", "7B", "--host-memory", "1GiB"]
+    refuse(BAD, "into 1.0 GiB on the host; on the host the optimizer's option disk_fraction takes less", *gib)
+    refuse(BAD, "; on the host --small-state, or the optimizer's option disk_fraction takes less", *gib, "--master-layout", "fp32")
+    room = ["--hook-gradients", "--stash", "1MiB", "--early-updates", "1MiB"]
+    refuse(BAD, "; on the host a smaller --stash, smaller --early-updates, or the optimizer's option disk_fraction takes less", *gib, *room)
     narrow = ["plan", "7B", "--device-memory", "1GiB", "--host-memory", "900GiB"]
-    refuse(BAD, "; on the device --gpus shares out params", *narrow)
-    assert "on the host --small" not in tool(*narrow).stderr
+    shared = "; on the device more --gpus share params, gradients and state"
+    assert tool(*narrow).stderr.endswith(f"{shared}, --hook-gradients takes gradients off it\n")
+    more = ["--offload-fraction", "0.5", "--activations", "2GiB", "--hook-gradients"]
+    given = f"{shared}, a larger --offload-fraction takes state off it, a larger --stash takes activations off it\n"
+    assert tool(*narrow, *more).stderr.endswith(given)
     told = answer(*PRESET[1:], "--host-memory", "1TiB", "--device-memory", "80GiB", code=BAD)
     assert told["host_fits"] is True
 
