@@ -62,8 +62,9 @@ class Job {
   // The step that the newest good checkpoint was saved after; 0 if there is none.
   uint64_t resume(const std::string& directory) {
     char path[4096];
-    if (offload_checkpoint_newest(directory.c_str(), nullptr, path, sizeof path) != OFFLOAD_OK)
-      return 0;
+    const int32_t status = offload_checkpoint_newest(directory.c_str(), nullptr, path, sizeof path);
+    if (status == OFFLOAD_INVALID_STATE) return 0;
+    MUST(status);
     auto info = offload_init<offload_checkpoint_info_t>();
     MUST(offload_checkpoint_inspect(path, &info, nullptr, nullptr));
     auto options = offload_init<offload_load_options_t>();

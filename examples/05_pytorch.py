@@ -2,7 +2,7 @@
 """Shows a byte-level GPT in PyTorch that is trained with its AdamW state in host memory.
 
     scripts/demo_python               builds the library and runs this
-    scripts/demo_python --compare     beside torch.optim.AdamW, with a picture of both losses
+    scripts/demo_python --compare     beside torch.optim.AdamW, with a picture of both losses (matplotlib)
     scripts/demo_python --preset 14g  14 G params on one GPU of 139 GiB with 128 GiB of host memory; small on a CPU
     scripts/demo_python --preset 20g  20 G params there, with masters of 24 bits and part of the state on the GPU
 
@@ -17,7 +17,9 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import importlib.util
 import math
+import os
 import pathlib
 import statistics
 import sys
@@ -80,14 +82,20 @@ WHAT = {
 }
 
 
+def positive(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a byte-level GPT, optimizer offloaded.")
     parser.add_argument("--data", type=pathlib.Path, help="a text, or a folder of them")
     small, large = SIZES["cpu"], SIZES["cuda"]
     for name, what in WHAT.items():
         text = f"{what}; {small[name]} on a CPU, {large[name]} on a GPU"
-        parser.add_argument(f"--{name}", type=type(small[name]), help=text)
-    parser.add_argument("--micro-batches", type=int, default=1, help="batches a step, one after the other")
+        parser.add_argument(f"--{name}", type=float if name == "lr" else positive, help=text)
+    parser.add_argument("--micro-batches", type=positive, default=1, help="batches a step, one after the other")
     parser.add_argument("--dtype", choices=DTYPES, help="of params; on a GPU bfloat16")
     parser.add_argument("--offload-fraction", type=float, default=1.0)
     parser.add_argument(
@@ -120,15 +128,31 @@ def parse() -> argparse.Namespace:
     for name, size in sizes.items():
         if getattr(options, name) is None:
             setattr(options, name, size)
+    if options.width % options.heads != 0:
+        parser.error(f"--width is {options.width}, expected a multiple of --heads, which is {options.heads}")
+    pictures = {"--timeline": options.timeline, "--memory-plot": options.memory_plot}
+    if options.compare:
+        pictures["--compare"] = options.plot
+    for flag, path in pictures.items():
+        if path is not None:
+            refuse_picture(flag, path)
     if options.check and options.overlap:
         parser.error("--check looks at gradients that --overlap has taken away; give one of them")
     return options
 
 
+def refuse_picture(flag: str, path: pathlib.Path) -> None:
+    """Says before the training what would keep the picture from being drawn behind it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit(f"{flag} draws a picture, which needs matplotlib: pip install matplotlib")
+    if not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
+        raise SystemExit(f"{flag}: got {str(path)!r}, expected a file in a folder that can be written to")
+
+
 # ------------------------------------------------------------------------------------------ text --
 
 
-def read_text(path: pathlib.Path | None) -> Tensor:
+def read_text(path: pathlib.Path | None, context: int) -> Tensor:
     """Bytes of text, the same at each run on one machine."""
     root = path or pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = [root] if root.is_file() else sorted(root.glob("*.txt")) + sorted(root.rglob("*.py"))
@@ -139,6 +163,9 @@ def read_text(path: pathlib.Path | None) -> Tensor:
         text += file.read_bytes()
         if len(text) >= TEXT_BYTES:
             break
+    least = VALIDATION_PART * (context + 2)  # a sequence, and what follows it, of the validation's part
+    if len(text) < least:
+        raise SystemExit(f"--data: found {len(text)} bytes of text in '{root}', expected at least {least}")
     return torch.frombuffer(text[:TEXT_BYTES], dtype=torch.uint8).long()
 
 
@@ -503,7 +530,7 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = DTYPES[options.dtype] if options.dtype else default
-    text = read_text(options.data)
+    text = read_text(options.data, options.context)
     cut = len(text) - len(text) // VALIDATION_PART
     torch.manual_seed(0)
     model = make_model(options, device, dtype)

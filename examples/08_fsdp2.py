@@ -56,6 +56,9 @@ def shards(model: nn.Module) -> list[torch.Tensor]:
 
 
 def main() -> None:
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise SystemExit("start this program with torchrun, which starts a process for each rank: "
+                         "torchrun --nproc-per-node 2 examples/08_fsdp2.py")  # fmt: skip
     on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
     if on_gpus:

@@ -5,7 +5,7 @@
 //                                              CPUs mpirun needs --oversubscribe
 //   mpirun -n 4 09_zero1 --gpu                 on four GPUs, with NCCL between them (compiled, not
 //                                              run yet)
-//   mpirun -n 4 09_zero1 --steps 20 --save DIR   DIR must not exist yet
+//   mpirun -n 4 09_zero1 --steps 20 --save DIR   DIR must not exist yet, its parent must
 //   mpirun -n 2 09_zero1 --load DIR            goes on from there, on another number of ranks
 //
 // Takes seconds. Expect a loss that is lower at the end and two hashes, which are the same for 1,
@@ -26,8 +26,11 @@
 //
 // Read Trainer first: it makes the calls of the library.
 #include <offload_mpi.h>
+#include <string.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -294,6 +297,21 @@ float held_out_loss(const std::vector<uint16_t>& params) {
   return loss;
 }
 
+// Refuses a place for the checkpoint before the training, not behind it.
+void check_new(const std::string& flag, const std::filesystem::path& directory) {
+  std::filesystem::path plain = directory.lexically_normal();
+  if (!plain.has_filename()) plain = plain.parent_path();  // of "run/"
+  const std::filesystem::path parent = plain.has_parent_path() ? plain.parent_path() : ".";
+  std::error_code ignored;
+  if (directory.empty()) fail(flag + ": got '', expected a directory to make");
+  if (std::filesystem::symlink_status(plain, ignored).type() !=
+      std::filesystem::file_type::not_found)
+    fail(flag + ": '" + plain.string() + "' exists, expected a directory to make");
+  if (access(parent.c_str(), W_OK | X_OK) != 0)
+    fail(flag + ": '" + plain.string() + "' cannot be made in '" + parent.string() +
+         "': " + strerror(errno));
+}
+
 Options parse_options(int count, char** arguments) {
   Options options;
   for (int i = 1; i < count; ++i) {
@@ -308,6 +326,7 @@ Options parse_options(int count, char** arguments) {
     } else if (flag == "--save" || flag == "--load") {
       if (value == nullptr) fail(flag + ": got nothing, expected a directory");
       (flag == "--save" ? options.save : options.load) = value;
+      if (flag == "--save") check_new(flag, value);
     } else {
       fail(flag + ": no such flag, expected --steps N, --gpu, --save DIR or --load DIR");
     }

@@ -19,10 +19,11 @@ elseif(TARGET CUDA::cublas)
   set(cublas CUDA::cublas)
   set(cublas_include ${CUDAToolkit_INCLUDE_DIRS})
 else()
-  message(STATUS "Examples without a GPU: no cuBLAS in the CUDA toolkit (HYBRIDOPT_CUBLAS_ROOT)")
+  message(STATUS "Examples 03_rl_cycle and 04_train_lm: not for a GPU, as the CUDA toolkit has no "
+    "cuBLAS; -DHYBRIDOPT_CUBLAS_ROOT=FOLDER names another one (FOLDER/include/cublas_v2.h)")
   return()
 endif()
-message(STATUS "Examples with a GPU: ${cublas}")
+message(STATUS "Examples 03_rl_cycle and 04_train_lm: for a GPU too, with ${cublas}")
 
 add_library(examples_cublas INTERFACE)
 target_include_directories(examples_cublas SYSTEM INTERFACE

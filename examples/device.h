@@ -5,11 +5,20 @@
 #include "offload_simple.h"
 #include "program.h"
 
-// Whether the program has its part for a GPU.
+// Whether the program has its part for a GPU, and why not if it has none.
 #ifdef HYBRIDOPT_EXAMPLES_CUBLAS
 inline constexpr bool kGpuBuilt = true;
 #else
 inline constexpr bool kGpuBuilt = false;
+#endif
+#ifdef HYBRIDOPT_EXAMPLES_CUDA
+inline constexpr char kNoGpuPart[] =
+    "this program was built without cuBLAS, which multiplies its matrices on a GPU; install it and "
+    "configure again, with -DHYBRIDOPT_CUBLAS_ROOT=FOLDER if it is not in the CUDA toolkit: FOLDER "
+    "holds include/cublas_v2.h and lib/libcublas.so*";
+#else
+inline constexpr char kNoGpuPart[] =
+    "this program was built without CUDA; build it where nvcc is, with -DHYBRIDOPT_CUDA=ON";
 #endif
 
 // The value of --device; text is NULL if the command line ends before it.
@@ -34,9 +43,7 @@ inline bool use_gpu(const std::string& flag) {
     }
     why = offload_last_error();
   } else {
-    why =
-        "this program was built without cuBLAS, which its products on a GPU need; install it and "
-        "build again, see HYBRIDOPT_CUBLAS_ROOT";
+    why = kNoGpuPart;
   }
   if (flag == "gpu") fail("--device gpu: " + why);
   printf("no GPU: %s\n", why.c_str());

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <cerrno>
 #include <sstream>
 #include <vector>
 
@@ -28,6 +29,19 @@ Result<std::string> NewestIn(const std::string& directory, bool verify) {
                                                    path.data(), path.size())));
   path.resize(path.find('\0'));
   return path;
+}
+
+bool HasManifest(const std::string& directory) {
+  return access((directory + "/" + kManifestFile).c_str(), F_OK) == 0;
+}
+
+// An error if the directory is a checkpoint. Called where it does not hold any.
+Status CheckIsNoCheckpoint(const std::string& directory) {
+  if (!HasManifest(directory)) return {};
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                       "DIR '%.500s' is a checkpoint, expected a directory that holds checkpoints; "
+                       "give the directory above it, or see this one with 'hybridopt inspect'",
+                       directory.c_str());
 }
 
 // What `hybridopt list` shows of one checkpoint.
@@ -86,10 +100,14 @@ void AddRow(const Listed& listed, bool is_newest, Table& table, Json& rows) {
 Result<Reader> OpenCheckpoint(const std::string& directory) {
   Result<Reader> reader = Reader::Open(hybridopt::system::SystemFiles(), directory);
   if (reader.ok()) return reader;
+  if (LookIn(hybridopt::system::SystemFiles(), directory) == -ENOTDIR)
+    return Status::Error(
+        reader.status().code(),
+        "'%.500s' is a file, expected the directory of a checkpoint, which has a %s",
+        directory.c_str(), kManifestFile);
   const Result<std::string> newest = NewestIn(directory, false);
   if (!newest.ok()) {
-    const std::string manifest = directory + "/" + kManifestFile;
-    if (access(directory.c_str(), F_OK) != 0 || access(manifest.c_str(), F_OK) == 0) return reader;
+    if (access(directory.c_str(), F_OK) != 0 || HasManifest(directory)) return reader;
     return Status::Error(reader.status().code(),
                          "'%.500s' is no checkpoint, as it has no %s; give the directory of a "
                          "checkpoint, or one that holds checkpoints",
@@ -104,6 +122,7 @@ Result<Reader> OpenCheckpoint(const std::string& directory) {
 Result<Report> List(const ListOptions& options) {
   HYBRIDOPT_ASSIGN(const std::vector<std::string> paths,
                    CheckpointsIn(hybridopt::system::SystemFiles(), options.directory));
+  if (paths.empty()) HYBRIDOPT_TRY(CheckIsNoCheckpoint(options.directory));
   std::vector<Listed> listed;
   for (const std::string& path : paths) listed.push_back(Look(path));
   const size_t newest = PlaceOfNewest(listed);
@@ -125,7 +144,9 @@ Result<Report> List(const ListOptions& options) {
 }
 
 Result<Report> Newest(const NewestOptions& options) {
-  HYBRIDOPT_ASSIGN(const std::string path, NewestIn(options.directory, options.verify));
+  const Result<std::string> newest = NewestIn(options.directory, options.verify);
+  if (!newest.ok()) HYBRIDOPT_TRY(CheckIsNoCheckpoint(options.directory));
+  HYBRIDOPT_ASSIGN(const std::string path, newest);
   // A script gets the path as it is. A person sees it escaped.
   const std::string shown = isatty(STDOUT_FILENO) == 1 ? hybridopt::Printable(path) : path;
   return Report{shown + "\n", {{"status", "OK"}, {"path", path}}, {}};

@@ -251,6 +251,14 @@ void LookAtDevice(const bench::Machine& machine, const offload_context_info_t& i
                      {"memory_free_bytes", info.device_memory_free_bytes}};
 }
 
+// What to do where no GPU can be used. A build without CUDA cannot know whether there is one.
+const char* MendNoGpu() {
+  const bool has_cuda = std::string(offload_build_info()).ends_with(" cuda");
+  return has_cuda ? "nvidia-smi must list it; in a container: docker run --gpus all ..."
+                  : "where nvcc is: cmake -DHYBRIDOPT_CUDA=ON ..., or "
+                    "pip install -C cmake.define.HYBRIDOPT_CUDA=ON ./bindings/python";
+}
+
 // All measurements that need the device. A missing GPU is a line of the output too.
 Status MeasureDevice(const DoctorOptions& options, const bench::Machine& machine,
                      const Sizes& sizes, StageLine& stage, Findings& findings) {
@@ -258,8 +266,7 @@ Status MeasureDevice(const DoctorOptions& options, const bench::Machine& machine
   const Result<std::unique_ptr<Context>> opened = OpenDevice(options.device);
   if (!opened.ok()) {
     if (!options.device.empty()) return opened.status();
-    findings.Mend("GPU", "none: " + opened.status().message(),
-                  "nvidia-smi must list it; in a container: docker run --gpus all ...");
+    findings.Mend("GPU", "none: " + opened.status().message(), MendNoGpu());
     return {};
   }
   const Context& context = *opened.value();

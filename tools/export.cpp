@@ -9,6 +9,7 @@
 #include "gatherer.h"
 #include "kernels/convert.h"
 #include "kernels/dtypes.h"
+#include "new_file.h"
 #include "stream_file.h"
 #include "text.h"
 
@@ -99,8 +100,11 @@ class Exporter {
       data_bytes_ = end;
     }
     if (!entries_.empty()) return {};
-    return Status::Error(OFFLOAD_CHECKPOINT_MISMATCH, "the checkpoint holds no %s of any param",
-                         KindName(kind_));
+    return Status::Error(
+        OFFLOAD_CHECKPOINT_MISMATCH,
+        "the checkpoint holds no %s of any param; 'hybridopt inspect' shows what it holds, which "
+        "--what can name",
+        KindName(kind_));
   }
 
   Status Write(const std::string& path) {
@@ -135,23 +139,6 @@ class Exporter {
   uint64_t data_bytes_ = 0;
 };
 
-Status CheckOut(const std::string& out) {
-  if (out.empty() || out.back() == '/')
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "OUT is '%.500s', expected the name of a file to make", out.c_str());
-  if (SystemFiles().Look(out) == 0)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "OUT '%.500s' exists; choose a new name, or remove what is there",
-                         out.c_str());
-  const std::string folder = ParentOf(out);
-  const int error = LookIn(SystemFiles(), folder);
-  if (error == 0) return {};
-  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                       "OUT '%.500s': its folder '%.500s' cannot be used: %s; %s", out.c_str(),
-                       folder.c_str(), hybridopt::system::ErrorText(-error).c_str(),
-                       error == -ENOENT ? "make it first" : "choose another one");
-}
-
 // Does not replace an existing file, if the file system supports such a rename.
 int RenameFile(const std::string& from, const std::string& out) {
   const int error = SystemFiles().RenameNoReplace(from, out);
@@ -182,7 +169,7 @@ Status WriteAndName(Exporter* exporter, const std::string& out) {
 }  // namespace
 
 Result<Report> Export(const ExportOptions& options) {
-  HYBRIDOPT_TRY(CheckOut(options.out));
+  HYBRIDOPT_TRY(CheckNewFile("OUT", options.out, "choose a new name, or remove what is there"));
   int32_t kind = 0;
   if (!FindKind(options.what, &kind))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "--what is %s, expected a kind of state",

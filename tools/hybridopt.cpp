@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <iostream>
@@ -15,6 +16,7 @@
 
 #include "base/utf8.h"
 #include "commands.h"
+#include "plan_bytes.h"
 #include "text.h"
 
 namespace tool {
@@ -39,6 +41,14 @@ int ExitCode(const Status& status) {
   }
 }
 
+// The exit code of a command with this one, unless standard output could not be written.
+int Written(int exit_code) {
+  std::cout.flush();
+  if (std::cout.good()) return exit_code;
+  std::cerr << "hybridopt: could not write to standard output\n";
+  return 3;
+}
+
 int Tell(const Result<Report>& result, bool json) {
   const Status& status = result.ok() ? result.value().status : result.status();
   if (json) {
@@ -52,9 +62,7 @@ int Tell(const Result<Report>& result, bool json) {
   std::cout.flush();
   if (!json && !status.ok()) std::cerr << "hybridopt: " << status.message() << '\n';
   const bool is_no = result.ok() && (status.code() == OFFLOAD_OUT_OF_HOST_MEMORY);
-  if (std::cout.good()) return is_no ? kAnswerIsNo : ExitCode(status);
-  std::cerr << "hybridopt: could not write to standard output\n";
-  return 3;
+  return Written(is_no ? kAnswerIsNo : ExitCode(status));
 }
 
 // What the command line asks for.
@@ -67,31 +75,101 @@ struct Request {
 CLI::App* AddCommand(CLI::App& app, Request& request, const char* name, const char* text,
                      std::function<Result<Report>()> run) {
   CLI::App* const command = app.add_subcommand(name, text);
+  command->group("Commands");
   command->callback([&request, run] { request.run = run; });
-  command->add_flag("--json", request.json, "print one JSON object");
+  command->add_flag("--json", request.json, "prints one JSON object instead of text");
   return command;
+}
+
+// The same check. If it fails, the error text says what was got and what is expected.
+CLI::Validator Expecting(const std::string& expected, const CLI::Validator& check) {
+  const auto run = [expected, check](std::string& text) {
+    const std::string got = text;
+    bool good = false;
+    try {
+      good = check(text).empty();
+    } catch (const CLI::ValidationError&) {
+    }
+    return good ? "" : "got '" + got + "', expected " + expected;
+  };
+  return {run, ""};
+}
+
+// "cuda, sim or none"
+std::string OneOf(const std::vector<std::string>& words) {
+  std::string text;
+  for (size_t i = 0; i < words.size(); ++i)
+    text += (i == 0 ? "" : i + 1 == words.size() ? " or " : ", ") + words[i];
+  return text;
+}
+
+CLI::Validator AnyOf(const std::vector<std::string>& words) {
+  return Expecting(OneOf(words), CLI::IsMember(words));
+}
+
+// A number that may have a fraction. CLI::Range accepts NaN.
+CLI::Validator NumberFrom(double least, double most, const std::string& expected) {
+  const auto check = [least, most](std::string& text) -> std::string {
+    char* end = nullptr;
+    const double number = std::strtod(text.c_str(), &end);
+    return !text.empty() && *end == '\0' && number >= least && number <= most ? "" : "no";
+  };
+  return Expecting(expected, {check, ""});
+}
+
+CLI::Validator Fraction() { return NumberFrom(0, 1, "a number from 0 to 1"); }
+
+CLI::Validator CountTo(int most) {
+  return Expecting("a whole number from 1 to " + std::to_string(most), CLI::Range(1, most));
 }
 
 // Adds an option that is a number of bytes.
 CLI::Option* AddSize(CLI::App* command, const char* name, uint64_t& bytes, const char* text) {
-  CLI::AsSizeValue size(true);
-  size.description("");  // else --help has all units
-  return command->add_option(name, bytes, text)->transform(size)->type_name("SIZE");
+  const CLI::AsSizeValue size(true);  // a kB has 1000 bytes
+  const auto check = [size](std::string& given) {
+    // Without the second condition, a negative number would be read as a very large one.
+    return given.starts_with('-') ? "no" : size(given);
+  };
+  return command->add_option(name, bytes, text)
+      ->transform(Expecting("a whole number of bytes, as 8GiB or 2GB", {check, ""}))
+      ->option_text("SIZE");
 }
+
+// Adds a word or an option that is a path.
+CLI::Option* AddPath(CLI::App* command, const char* name, std::string& path, const char* text) {
+  const auto check = [](std::string& given) { return given.empty() ? "no" : ""; };
+  return command->add_option(name, path, text)
+      ->type_name("")
+      ->check(Expecting("a path", {check, ""}));
+}
+
+CLI::Option* AddDevice(CLI::App* command, std::string& device) {
+  return command
+      ->add_option("--device", device,
+                   "device beside the host: cuda, sim or none; by default the GPU if there\n"
+                   "is one. sim, a simulated device, shows only that the command works")
+      ->check(AnyOf({"cuda", "sim", "none"}))
+      ->option_text("DEVICE");
+}
+
+CLI::Option* AddOffloadFraction(CLI::App* command, auto& fraction, const char* text) {
+  return command->add_option("--offload-fraction", fraction, text)
+      ->check(Fraction())
+      ->option_text("FRACTION");
+}
+
+constexpr char kSmallState[] = "split masters of bf16 params, and bf16 moments";
 
 void AddDoctor(CLI::App& app, Request& request) {
   const auto options = std::make_shared<DoctorOptions>();
   CLI::App* const doctor = AddCommand(
       app, request, "doctor", "measures what this machine can do, and says what holds it back",
       [options] { return Doctor(*options); });
-  doctor->add_option("DIR", options->directory, "a directory whose disk is measured too");
-  doctor
-      ->add_option("--device", options->device,
-                   "else the GPU where there is one; sim shows only that it works")
-      ->check(CLI::IsMember({"cuda", "sim", "none"}));
+  AddPath(doctor, "DIR", options->directory, "a directory whose disk is measured too");
+  AddDevice(doctor, options->device);
   AddSize(doctor, "--memory", options->memory_bytes,
-          "the most to take; else an eighth of what is available, at most 4 GiB,\n"
-          "and half of what is available to see how much can be pinned");
+          "the most to take; by default an eighth of what is available, at most\n"
+          "4 GiB, and half of what is available to see how much can be pinned");
 }
 
 void AddBench(CLI::App& app, Request& request) {
@@ -99,124 +177,137 @@ void AddBench(CLI::App& app, Request& request) {
   CLI::App* const bench =
       AddCommand(app, request, "bench", "measures steps against what memory and link allow here",
                  [options] { return Bench(*options); });
-  bench
-      ->add_option("--device", options->device,
-                   "else the GPU where there is one; sim shows only that it works")
-      ->check(CLI::IsMember({"cuda", "sim", "none"}));
+  AddDevice(bench, options->device);
   AddSize(bench, "--memory", options->memory_bytes,
-          "the most to take; else an eighth of what is available, at most 4 GiB");
-  bench->add_option("--seconds", options->seconds, "how long, about")
-      ->check(CLI::Range(0.0, 3600.0))
-      ->capture_default_str();
+          "the most to take; by default an eighth of what is available, at most\n4 GiB");
+  bench
+      ->add_option("--seconds", options->seconds,
+                   "how long to measure, about: 0 to 3600, by default 30")
+      ->check(NumberFrom(0, 3600, "a number of seconds from 0 to 3600, as 30"))
+      ->option_text("SECONDS");
 }
 
 void AddTrace(CLI::App& app, Request& request) {
   const auto options = std::make_shared<TraceOptions>();
   CLI::App* const trace = AddCommand(
-      app, request, "trace",
-      "records a few steps as a picture for ui.perfetto.dev, and tells where their time went",
+      app, request, "trace", "records steps for ui.perfetto.dev, and tells where their time went",
       [options] { return Trace(*options); });
-  trace->add_option("FILE", options->path, "the JSON file to make")->required();
-  CLI::Option* const read = trace->add_flag(
-      "--read", options->read, "FILE is there, as of a training of yours; nothing is recorded");
+  AddPath(trace, "FILE", options->path, "the JSON file to make; with --read the one to read")
+      ->required();
+  CLI::Option* const read =
+      trace->add_flag("--read", options->read,
+                      "prints the table of a trace that is there, as of a training of yours;\n"
+                      "nothing is recorded");
   trace
       ->add_option("--params", options->params,
-                   "of the training that is recorded: a number or a model, as for plan")
+                   "params of the training that is recorded, by default 64M: a number or a\n"
+                   "model, as for plan")
       ->excludes(read)
-      ->capture_default_str();
-  trace->add_option("--steps", options->steps, "that are recorded")
+      ->option_text("MODEL");
+  trace->add_option("--steps", options->steps, "steps that are recorded: 1 to 1000, by default 3")
       ->excludes(read)
-      ->check(CLI::Range(1, 1000))
-      ->capture_default_str();
-  trace
-      ->add_option("--device", options->device,
-                   "else the GPU where there is one; sim shows only that it works")
-      ->excludes(read)
-      ->check(CLI::IsMember({"cuda", "sim", "none"}));
-  trace
-      ->add_option("--offload-fraction", options->offload_fraction,
-                   "of the state, on the host, where there is a device")
-      ->excludes(read)
-      ->check(CLI::Range(0.0, 1.0))
-      ->capture_default_str();
-  trace->add_flag("--small-state", options->small_state, "split masters and bf16 moments")
+      ->check(CountTo(1000))
+      ->option_text("STEPS");
+  AddDevice(trace, options->device)->excludes(read);
+  AddOffloadFraction(trace, options->offload_fraction,
+                     "share of the state on the host, 0 to 1, by default 1; without a device\n"
+                     "all of it is there")
       ->excludes(read);
+  trace->add_flag("--small-state", options->small_state, kSmallState)->excludes(read);
+}
+
+void AddTrainingOfPlan(CLI::App* plan, PlanOptions& options) {
+  plan->add_flag("--hook-gradients", options.hook_gradients,
+                 "gradients leave during the backward pass, and take room on the host");
+  AddSize(plan, "--early-updates", options.early_bytes,
+          "memory on the host for early updates, by default 0; needs\n--hook-gradients");
+  AddSize(plan, "--activations", options.activations_bytes,
+          "activations kept for the backward pass, on the device; by default 0");
+  AddSize(plan, "--stash", options.stash_bytes,
+          "budget of an activation stash, on the host; by default 0");
+}
+
+void AddMachineOfPlan(CLI::App* plan, PlanOptions& options) {
+  plan->add_option("--gpus", options.gpus,
+                   "ranks of one host that share params, gradients and state, as with\n"
+                   "FSDP2: 1 to 1024, by default 1")
+      ->check(CountTo(1024))
+      ->option_text("GPUS");
+  AddPath(plan, "--machine", options.machine,
+          "what 'hybridopt doctor --json > FILE' wrote on the machine, for its\n"
+          "memory and the time of a step")
+      ->option_text("FILE");
+  AddSize(plan, "--host-memory", options.host_memory_bytes,
+          "of another machine; by default what is available here");
+  AddSize(plan, "--device-memory", options.device_memory_bytes,
+          "of each GPU of another machine; by default what is free on one here");
 }
 
 void AddPlan(CLI::App& app, Request& request) {
   const auto options = std::make_shared<PlanOptions>();
   CLI::App* const plan = AddCommand(
-      app, request, "plan",
-      "tells what a model's optimizer state takes, what fits, and the line of Python to paste",
+      app, request, "plan", "tells what a model's state takes, what fits, and the line of Python",
       [options] { return Plan(*options); });
   plan->add_option("MODEL", options->model,
                    "a number of parameters (7e9, 7B), a well-known model (qwen3-8b),\n"
                    "a config.json, safetensors, or a directory of these")
+      ->type_name("")
       ->required();
-  plan->add_option("--algorithm", options->algorithm, "as in adamw, sgd, lion")
-      ->capture_default_str();
-  plan->add_option("--dtype", options->dtype, "of params and gradients")
-      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
-      ->capture_default_str();
-  CLI::Option* const offloaded = plan->add_option(
-      "--offload-fraction", options->offload_fraction,
-      "of the state, on the host; without it the plan has 1\nand the table the least that fits");
+  plan->add_option("--algorithm", options->algorithm,
+                   "the optimizer: " + OneOf(AlgorithmNames()) + ";\nby default adamw")
+      ->check(AnyOf(AlgorithmNames()))
+      ->option_text("NAME");
+  plan->add_option("--dtype", options->dtype,
+                   "dtype of params and gradients: fp32, bf16 or fp16; by default bf16")
+      ->check(AnyOf({"fp32", "bf16", "fp16"}))
+      ->option_text("DTYPE");
+  CLI::Option* const offloaded =
+      AddOffloadFraction(plan, options->offload_fraction,
+                         "share of the state on the host, 0 to 1; by default the table has the\n"
+                         "least that fits, and the text above it 1");
   plan->add_option("--device-fraction", options->device_fraction,
-                   "what C and Rust call the same choice: 1 less the offload fraction")
-      ->excludes(offloaded);
-  plan->add_flag("--small-state", options->small_state,
-                 "split masters (of bf16 params) and bf16 moments");
+                   "1 less the offload fraction: the same choice in C and Rust")
+      ->excludes(offloaded)
+      ->check(Fraction())
+      ->option_text("FRACTION");
+  plan->add_flag("--small-state", options->small_state, kSmallState);
   plan->add_option("--master-layout", options->master_layout,
-                   "of bf16 params, as in fp32 or split");
-  plan->add_flag("--hook-gradients", options->hook_gradients,
-                 "gradients leave during the backward pass,\nwhich takes room on the host");
-  const auto add_size = [plan](const char* name, uint64_t& bytes, const char* text) {
-    AddSize(plan, name, bytes, text);
-  };
-  add_size("--early-updates", options->early_bytes,
-           "memory on the host for early updates; with --hook-gradients");
-  add_size("--activations", options->activations_bytes,
-           "that wait for the backward pass, as 60GiB: counted on the device");
-  add_size("--stash", options->stash_bytes, "budget of an activation stash, on the host");
-  plan->add_option("--gpus", options->gpus,
-                   "ranks of one host that share params, gradients and state,\nas FSDP2 does")
-      ->check(CLI::Range(1, 1024))
-      ->capture_default_str();
-  plan->add_option("--machine", options->machine,
-                   "what hybridopt doctor --json printed on the machine,\n"
-                   "for its memory and the time of a step");
-  add_size("--host-memory", options->host_memory_bytes,
-           "of another machine; else what is available here");
-  add_size("--device-memory", options->device_memory_bytes,
-           "of another machine; else what is free on the GPU here");
+                   "how the fp32 masters of bf16 params are kept: fp32, 4 bytes an\n"
+                   "element, split, 2 bytes and the same masters, or split24, 1 byte and\n"
+                   "masters of 24 bits; by default the table has fp32 and split")
+      ->check(AnyOf(MasterLayoutNames()))
+      ->option_text("LAYOUT");
+  AddTrainingOfPlan(plan, *options);
+  AddMachineOfPlan(plan, *options);
 }
 
 void AddCheckpointCommands(CLI::App& app, Request& request) {
   const auto list = std::make_shared<ListOptions>();
-  AddCommand(app, request, "list", "lists the checkpoints in a directory",
-             [list] { return List(*list); })
-      ->add_option("DIR", list->directory, "a directory that holds checkpoints")
+  AddPath(AddCommand(app, request, "list", "lists the checkpoints in a directory",
+                     [list] { return List(*list); }),
+          "DIR", list->directory, "a directory that holds checkpoints")
       ->required();
 
   const auto newest = std::make_shared<NewestOptions>();
   CLI::App* const finding =
       AddCommand(app, request, "newest", "prints the path of the good checkpoint of the last step",
                  [newest] { return Newest(*newest); });
-  finding->add_option("DIR", newest->directory, "a directory that holds checkpoints")->required();
+  AddPath(finding, "DIR", newest->directory, "a directory that holds checkpoints")->required();
   finding->add_flag("--verify", newest->verify,
-                    "read every byte before a checkpoint is called good");
+                    "reads every byte before it calls a checkpoint good");
 
   const auto inspect = std::make_shared<InspectOptions>();
-  AddCommand(app, request, "inspect",
-             "lists the tensors of a checkpoint; checks manifest and headers, not the data",
-             [inspect] { return Inspect(*inspect); })
-      ->add_option("DIR", inspect->directory, "a checkpoint")
+  AddPath(AddCommand(app, request, "inspect",
+                     "lists the tensors of a checkpoint; reads manifest and headers alone",
+                     [inspect] { return Inspect(*inspect); }),
+          "DIR", inspect->directory, "a checkpoint")
       ->required();
 
   const auto verify = std::make_shared<VerifyOptions>();
-  AddCommand(app, request, "verify", "reads every byte, compares every hash, names what is damaged",
-             [verify] { return Verify(*verify); })
-      ->add_option("DIR", verify->directory, "a checkpoint")
+  AddPath(AddCommand(app, request, "verify",
+                     "reads every byte, compares every hash, names what is damaged",
+                     [verify] { return Verify(*verify); }),
+          "DIR", verify->directory, "a checkpoint")
       ->required();
 
   const auto reshard = std::make_shared<ReshardOptions>();
@@ -224,26 +315,35 @@ void AddCheckpointCommands(CLI::App& app, Request& request) {
       AddCommand(app, request, "reshard",
                  "writes the same state as another number of ranks would have saved it",
                  [reshard] { return Reshard(*reshard); });
-  resharding->add_option("DIR", reshard->directory, "a checkpoint")->required();
-  resharding->add_option("OUT", reshard->out, "the checkpoint to make")->required();
+  AddPath(resharding, "DIR", reshard->directory, "a checkpoint")->required();
+  AddPath(resharding, "OUT", reshard->out, "the checkpoint to make")->required();
   resharding
       ->add_option("--world", reshard->world,
-                   "ranks; each gets an even range of every tensor; with 1, whole tensors")
+                   "ranks, 1 to 65536, which must be given; each gets an even range of\n"
+                   "every tensor; with 1, whole tensors")
       ->required()
-      ->check(CLI::Range(1, 65536));
+      ->check(CountTo(65536))
+      ->option_text("RANKS");
 
   const auto exported = std::make_shared<ExportOptions>();
   CLI::App* const exporting = AddCommand(
       app, request, "export", "writes one kind of state as one safetensors file of whole tensors",
       [exported] { return Export(*exported); });
-  exporting->add_option("DIR", exported->directory, "a checkpoint")->required();
-  exporting->add_option("OUT", exported->out, "the safetensors file to make")->required();
-  exporting->add_option("--what", exported->what, "the kind of state")
-      ->check(CLI::IsMember({"master", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum"}))
-      ->capture_default_str();
-  exporting->add_option("--dtype", exported->dtype, "of the elements, rounded to nearest")
-      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
-      ->capture_default_str();
+  AddPath(exporting, "DIR", exported->directory, "a checkpoint")->required();
+  AddPath(exporting, "OUT", exported->out, "the safetensors file to make")->required();
+  const std::vector<std::string> kinds = {"master", "exp_avg", "exp_avg_sq", "momentum_buffer",
+                                          "sum"};
+  exporting
+      ->add_option("--what", exported->what,
+                   "kind of state: " + OneOf(kinds) + ";\nby default master")
+      ->check(AnyOf(kinds))
+      ->option_text("KIND");
+  exporting
+      ->add_option(
+          "--dtype", exported->dtype,
+          "dtype of the elements, rounded to nearest: fp32, bf16 or fp16;\nby default fp32")
+      ->check(AnyOf({"fp32", "bf16", "fp16"}))
+      ->option_text("DTYPE");
 }
 
 // "'pla': no such command; did you mean 'plan'?"
@@ -286,28 +386,52 @@ bool IsIn(const std::vector<std::string>& words, const std::string& word) {
   return word != "--" && std::find(words.begin(), words.end(), word) != words.end();
 }
 
+// The error text about an option that has too many values or too few, or about what is missing.
+std::string WrongText(const CLI::ParseError& error) {
+  const std::string text = hybridopt::Printable(error.what());
+  const std::string option = text.substr(std::min(text.find("--"), text.size()));
+  switch (static_cast<CLI::ExitCodes>(error.get_exit_code())) {
+    case CLI::ExitCodes::ArgumentMismatch:
+      return option.substr(0, option.find(':')) + " takes one value, and is given once";
+    case CLI::ExitCodes::ConversionError:  // values of other options are checked before
+      return option.substr(0, option.find_first_of(" :")) + " takes no value";
+    default:
+      return text;
+  }
+}
+
 // Also --help and --version come here.
 int WrongUsage(const CLI::App& app, const CLI::ParseError& error,
                const std::vector<std::string>& words) {
-  if (error.get_exit_code() == 0) return app.exit(error);
+  if (error.get_exit_code() == 0) return Written(app.exit(error));
   const std::vector<CLI::App*> commands = app.get_subcommands();
   const CLI::App& command = commands.empty() ? app : *commands[0];
   const std::string name = commands.empty() ? "hybridopt" : "hybridopt " + command.get_name();
-  if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::ExtrasError))
+  if (commands.empty() || error.get_exit_code() == static_cast<int>(CLI::ExitCodes::ExtrasError))
     for (const std::string& word : words) {  // in this order, which CLI11's list does not have
       if (IsIn(app.remaining(), word)) return Refuse("hybridopt", UnknownWord(app, word));
       if (IsIn(command.remaining(), word)) return Refuse(name, UnknownWord(command, word));
     }
   return Refuse(name, commands.empty() ? "a command is required, such as 'hybridopt plan 8B'"
-                                       : hybridopt::Printable(error.what()));
+                                       : WrongText(error));
+}
+
+// The words after the program's name. `help` and `version` are commands of many other tools.
+std::vector<std::string> WordsOf(int argc, char** argv) {
+  std::vector<std::string> words(argv + 1, argv + argc);
+  if (!words.empty() && (words[0] == "help" || words[0] == "version")) words[0].insert(0, "--");
+  return words;
 }
 
 int Main(int argc, char** argv) {
   CLI::App app(
       "Optimizer state in host memory: what it takes on this machine, and its checkpoints.",
       "hybridopt");
-  app.set_version_flag("--version", "hybridopt " HYBRIDOPT_VERSION);
+  app.set_help_flag("-h,--help", "prints this text");
+  app.set_version_flag("--version", "hybridopt " HYBRIDOPT_VERSION, "prints the version");
   app.require_subcommand(1);
+  app.get_formatter()->label("SUBCOMMAND", "COMMAND");
+  app.get_formatter()->label("Positionals", "Words");
   Request request;
   AddCommand(app, request, "info", "tells of this library, this machine and its GPU", Info);
   AddDoctor(app, request);
@@ -315,13 +439,16 @@ int Main(int argc, char** argv) {
   AddTrace(app, request);
   AddPlan(app, request);
   AddCheckpointCommands(app, request);
+  app.footer(
+      "'hybridopt COMMAND --help' has the options of a command, which stand behind its name.");
+  const std::vector<std::string> words = WordsOf(argc, argv);
   const std::string wrong =
-      argc > 1 && argv[1][0] != '-' ? UnknownCommand(app, argv[1]) : std::string();
+      !words.empty() && !words[0].starts_with('-') ? UnknownCommand(app, words[0]) : "";
   if (!wrong.empty()) return Refuse("hybridopt", wrong);
   try {
-    app.parse(argc, argv);
+    app.parse(std::vector<std::string>(words.rbegin(), words.rend()));  // as CLI11 takes them
   } catch (const CLI::ParseError& error) {
-    return WrongUsage(app, error, {argv + 1, argv + argc});
+    return WrongUsage(app, error, words);
   }
   return Tell(request.run(), request.json);
 }

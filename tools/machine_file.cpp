@@ -8,6 +8,7 @@ namespace {
 constexpr uint64_t kBytesMax = uint64_t{4} << 20;
 constexpr uint64_t kNumberMost = uint64_t{1} << 60;
 constexpr size_t kRatesMost = 1000;
+constexpr char kWayOut[] = "on that machine, 'hybridopt doctor --json > FILE' makes a new one";
 
 // Reads members by their names, and keeps the first failure.
 class MemberReader {
@@ -46,11 +47,9 @@ class MemberReader {
   }
   void Fail(const char* key, const char* expected) {
     if (status_.ok())
-      status_ =
-          Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                        "--machine '%.500s': %s is missing or wrong, expected %s, as hybridopt "
-                        "doctor --json prints it",
-                        path_.c_str(), key, expected);
+      status_ = Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                              "--machine '%.500s': %s is missing or wrong, expected %s; %s",
+                              path_.c_str(), key, expected, kWayOut);
   }
   const Status& status() const { return status_; }
 
@@ -62,16 +61,20 @@ class MemberReader {
 }  // namespace
 
 Result<MachineFile> MachineFile::Read(const std::string& path) {
-  HYBRIDOPT_ASSIGN(const Json json, ReadJson(path, kBytesMax));
+  const Result<Json> read = ReadJson(path, kBytesMax, "what hybridopt doctor --json prints");
+  if (!read.ok())
+    return Status::Error(read.status().code(), "--machine: %s; %s", read.status().message().c_str(),
+                         kWayOut);
+  const Json& json = read.value();
   MemberReader reader(path);
   if (!json.is_object()) reader.Fail("the whole", "an object");
   HYBRIDOPT_TRY(reader.status());
   if (const uint64_t version = reader.Number(json, "doctor");
       reader.status().ok() && version != kDoctorVersion)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "--machine '%.500s': doctor is %llu, expected %u; print it anew with the "
-                         "hybridopt doctor of this release",
-                         path.c_str(), static_cast<unsigned long long>(version), kDoctorVersion);
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT,
+        "--machine '%.500s' is of version %llu, expected %u, as this release writes it; %s",
+        path.c_str(), static_cast<unsigned long long>(version), kDoctorVersion, kWayOut);
   MachineFile file;
   file.date_ = reader.Text(json, "date");
   file.elements_ = reader.Number(json, "elements");

@@ -103,7 +103,8 @@ Result<uint64_t> CountFiles(const std::string& folder_of, const std::set<std::st
 
 // An index names the file of each tensor. The files are in the folder of the index.
 Result<uint64_t> CountIndex(const std::string& path) {
-  HYBRIDOPT_ASSIGN(const Json index, ReadJson(path, kJsonBytesMax));
+  HYBRIDOPT_ASSIGN(const Json index,
+                   ReadJson(path, kJsonBytesMax, "an index of safetensors files"));
   const auto refuse = [&](const char* text) {
     return InFile(path, Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s", text));
   };
@@ -120,7 +121,7 @@ Result<uint64_t> CountIndex(const std::string& path) {
 }
 
 Result<uint64_t> CountConfig(const std::string& path) {
-  HYBRIDOPT_ASSIGN(const Json config, ReadJson(path, kJsonBytesMax));
+  HYBRIDOPT_ASSIGN(const Json config, ReadJson(path, kJsonBytesMax, "a model's config.json"));
   const Result<ModelShape> shape = ShapeOfConfig(config);
   if (!shape.ok()) return InFile(path, shape.status());
   const Result<uint64_t> count = CountParams(shape.value());
@@ -162,6 +163,12 @@ Result<Model> InPath(const std::string& path) {
   return Model{count.value(), path};
 }
 
+// Whether the text can only be a path. "owner/name" may be a model too.
+bool IsPath(const std::string& text) {
+  return text.starts_with('/') || text.starts_with('.') || text.starts_with('~') ||
+         text.ends_with('/') || text.ends_with(".json") || text.ends_with(".safetensors");
+}
+
 // Parses a number of parameters as people write it. Returns false if the text is not a number.
 bool ParseCount(const std::string& text, uint64_t* elements) {
   constexpr struct {
@@ -184,16 +191,16 @@ bool ParseCount(const std::string& text, uint64_t* elements) {
 
 }  // namespace
 
-Result<Json> ReadJson(const std::string& path, uint64_t bytes_max) {
+Result<Json> ReadJson(const std::string& path, uint64_t bytes_max, const char* expected) {
   HYBRIDOPT_ASSIGN(const auto file, InputFile::Open(path));
   const auto refuse = [&](const char* text) {
-    return InFile(path, Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s", text));
+    return InFile(path, Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s, expected %s", text, expected));
   };
-  if (file->bytes() > bytes_max) return refuse("the file is too large, expected a small JSON text");
+  if (file->bytes() > bytes_max) return refuse("the file is too large");
   HYBRIDOPT_ASSIGN(const std::string text, file->Read(file->bytes()));
   constexpr bool kThrows = false;
   Json json = Json::parse(text, nullptr, kThrows);
-  if (json.is_discarded()) return refuse("it is no JSON text");
+  if (json.is_discarded()) return refuse("the file is no JSON text");
   return json;
 }
 
@@ -214,6 +221,11 @@ Result<Model> FindModel(const std::string& text) {
     HYBRIDOPT_ASSIGN(elements, CountParams(*shape));
     return Model{elements, text};
   }
+  if (IsPath(text))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "'%.500s' is not there, expected a config.json, safetensors or their "
+                         "directory; check the path, or give the number of parameters, as 7B",
+                         text.c_str());
   const std::string nearest = NearestName(text);
   const std::string hint = nearest.empty() ? "" : " (did you mean '" + nearest + "'?)";
   return Status::Error(

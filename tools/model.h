@@ -17,7 +17,8 @@ struct Model {
 // or a directory that has these.
 Result<Model> FindModel(const std::string& text);
 
-// Reads the JSON of a small file. INVALID_ARGUMENT if the file is not JSON.
-Result<Json> ReadJson(const std::string& path, uint64_t bytes_max);
+// Reads the JSON of a small file. INVALID_ARGUMENT, which says what is `expected`, if the file is
+// not JSON.
+Result<Json> ReadJson(const std::string& path, uint64_t bytes_max, const char* expected);
 
 }  // namespace tool

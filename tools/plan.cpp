@@ -20,7 +20,7 @@ constexpr int kHundred = 100;  // fractions are tried in hundredths
 // lose fragments.
 constexpr uint64_t kReservePercent = 5;
 
-// A way to store the state. The first two keep the same bits.
+// A way to store the state.
 struct NamedLayout {
   const char* text;
   const char* masters;
@@ -31,8 +31,12 @@ constexpr NamedLayout kNamedLayouts[] = {
     {"fp32 state", "fp32", false, "fp32"},
     {"split masters, same bits", "split", false, "split"},
     {"split masters, bf16 moments", "split", true, "small"},
+    {"fp32 masters, bf16 moments", "fp32", true, ""},
+    {"masters of 24 bits", "split24", false, ""},
+    {"masters of 24 bits, bf16 moments", "split24", true, ""},
 };
-constexpr size_t kExactLayouts = 2;
+constexpr size_t kExactLayouts = 2;    // the first ones keep the same bits
+constexpr size_t kOfferedLayouts = 3;  // of bf16 params, if the options choose none
 
 // The question that the command line asks.
 struct Question {
@@ -116,19 +120,19 @@ Result<Candidate> LeastOffloaded(Planner& planner, const Question& question,
   return CandidateOf(planner, question, layout, static_cast<double>(fits) / kHundred);
 }
 
-// The layouts that the options allow.
+// The layouts that the options allow. Only bf16 params can have other masters than fp32.
 std::vector<NamedLayout> LayoutsOf(const PlanOptions& options) {
-  if (options.master_layout.empty() && !options.small_state)
-    return options.dtype == "bf16"
-               ? std::vector<NamedLayout>(std::begin(kNamedLayouts), std::end(kNamedLayouts))
-               : std::vector<NamedLayout>{kNamedLayouts[0]};
-  const char* const masters = !options.master_layout.empty() ? options.master_layout.c_str()
-                              : options.small_state          ? "split"
-                                                             : "fp32";
-  for (const NamedLayout& layout : kNamedLayouts)
-    if (layout.masters == std::string(masters) && layout.bf16_moments == options.small_state)
-      return {layout};
-  return {{"as the options say", masters, options.small_state, ""}};
+  const NamedLayout* const first = kNamedLayouts;
+  const bool is_bf16 = options.dtype == "bf16";
+  if (is_bf16 && options.master_layout.empty() && !options.small_state)
+    return {first, first + kOfferedLayouts};
+  const std::string masters = !options.master_layout.empty()   ? options.master_layout
+                              : is_bf16 && options.small_state ? "split"
+                                                               : "fp32";
+  const auto* const chosen = std::find_if(first, std::end(kNamedLayouts), [&](const auto& layout) {
+    return layout.masters == masters && layout.bf16_moments == options.small_state;
+  });
+  return {*chosen};
 }
 
 Result<std::vector<Candidate>> CandidatesOf(Planner& planner, const Question& question) {
@@ -169,12 +173,6 @@ uint64_t DeviceFreeBytes() {
   if (!context.Create(options).ok() || offload_context_get_info(context.get(), &info) != OFFLOAD_OK)
     return 0;
   return info.device_memory_free_bytes;
-}
-
-// The comparison also refuses NaN.
-Status CheckFraction(const char* option, double fraction) {
-  if (fraction >= 0 && fraction <= 1) return {};
-  return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is %g, expected 0 to 1", option, fraction);
 }
 
 Result<Question> QuestionOf(const PlanOptions& options) {
@@ -228,7 +226,9 @@ std::string TrainingText(const Question& question, const TrainingBytes& training
                                          : SizeText(training.activations))
       << "; "
       << (question.device_available_bytes == 0
-              ? "there is no GPU here, --device-memory says how much another machine has"
+              ? std::string(question.machine ? "that machine has no GPU"
+                                             : "no GPU is found here (hybridopt doctor says why)") +
+                    ", --device-memory says how much another one has"
               : FitText(training.device, question.device_available_bytes, "there"))
       << "\n          on the host " << SizeText(training.host * options.gpus) << ": "
       << (options.gpus > 1 ? std::to_string(options.gpus) + " times " : "") << "state "
@@ -380,6 +380,29 @@ Json CandidatesJson(const Question& question, const std::vector<Candidate>& cand
   return rows;
 }
 
+// What takes less of the device, of what the options do not have yet.
+std::string DeviceAdvice(const Question& question) {
+  const PlanOptions& options = question.options;
+  std::string text = "; on the device more --gpus share params, gradients and state";
+  if (!question.is_fraction_open && question.offload_fraction < 1)
+    text += ", a larger --offload-fraction takes state off it";
+  if (!options.hook_gradients) text += ", --hook-gradients takes gradients off it";
+  if (options.activations_bytes > options.stash_bytes)
+    text += ", a larger --stash takes activations off it";
+  return text;
+}
+
+std::string HostAdvice(const Question& question, const std::vector<Candidate>& candidates) {
+  const PlanOptions& options = question.options;
+  const bool has_small_state = candidates.back().choice.bf16_moments;
+  std::string words;
+  if (!has_small_state) words += "--small-state, ";
+  if (options.stash_bytes > 0) words += "a smaller --stash, ";
+  if (options.early_bytes > 0) words += "smaller --early-updates, ";
+  return "; on the host " + words + (words.empty() ? "" : "or ") +
+         "the optimizer's option disk_fraction takes less";
+}
+
 // Says which side has no room in any of the candidates, and what takes less of it.
 Status DoesNotFit(const Question& question, const std::vector<Candidate>& candidates) {
   bool fits_device = false, fits_host = false;
@@ -392,22 +415,13 @@ Status DoesNotFit(const Question& question, const std::vector<Candidate>& candid
     room = SizeText(question.device_available_bytes) + " on the device and " + room;
   return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
                        "nothing that these options leave open fits into %s%s%s", room.c_str(),
-                       fits_device
-                           ? ""
-                           : "; on the device --gpus shares out params, gradients and state, "
-                             "--hook-gradients and --stash take some of them off it",
-                       fits_host ? ""
-                                 : "; on the host --small-state needs less, and so do a smaller "
-                                   "--stash and a disk_fraction of the optimizer");
+                       fits_device ? "" : DeviceAdvice(question).c_str(),
+                       fits_host ? "" : HostAdvice(question, candidates).c_str());
 }
 
 }  // namespace
 
 Result<Report> Plan(const PlanOptions& options) {
-  if (options.offload_fraction)
-    HYBRIDOPT_TRY(CheckFraction("--offload-fraction", *options.offload_fraction));
-  if (options.device_fraction)
-    HYBRIDOPT_TRY(CheckFraction("--device-fraction", *options.device_fraction));
   HYBRIDOPT_ASSIGN(const auto planner, Planner::Make(options));
   HYBRIDOPT_ASSIGN(const Question question, QuestionOf(options));
   HYBRIDOPT_ASSIGN(

@@ -18,31 +18,34 @@ constexpr uint64_t kGpuChunkElements = uint64_t{1} << 22;
 constexpr uint64_t kSmallElements =
     32 * kGpuChunkElements;  // enough that most chunks have the full size
 constexpr uint64_t kLargeElements = 2 * kSmallElements;
-// The largest value of an option. The parser reads negative numbers as larger ones, so they are
-// refused too.
+// The largest value of an option.
 constexpr uint64_t kSizeMaxBytes = uint64_t{1} << 50;
 // The memory of the simulated device; an eighth of it is enough for the ring. Only the params of a
 // plan take pages of it.
 constexpr uint64_t kDeviceBytes = uint64_t{4} << 30;
 
 bool IsChoice(const hybridopt::DtypeRow& row) { return row.is_of_params; }
-bool IsChoice(const hybridopt::Algorithm&) { return true; }
+// Muon updates matrices, whose shapes the number of params does not say.
+bool IsChoice(const hybridopt::Algorithm& algorithm) {
+  return algorithm.rule != hybridopt::Rule::kMuon;
+}
 bool IsChoice(const hybridopt::FormatRow& row) {
   return row.master_layout != hybridopt::kNotOffered;
 }
 
-// Finds the row that an option names.
 template <typename Row, size_t kCount>
-Result<const Row*> FindName(const Row (&rows)[kCount], const std::string& name,
-                            const char* option) {
-  std::string names;
-  for (const Row& row : rows) {
-    if (!IsChoice(row)) continue;
-    if (name == LowerCase(row.name)) return &row;
-    names += (names.empty() ? "" : ", ") + LowerCase(row.name);
-  }
-  return Status::Error(OFFLOAD_INVALID_ARGUMENT, "%s is '%.100s', expected one of %s", option,
-                       name.c_str(), names.c_str());
+std::vector<std::string> NamesOf(const Row (&rows)[kCount]) {
+  std::vector<std::string> names;
+  for (const Row& row : rows)
+    if (IsChoice(row)) names.push_back(LowerCase(row.name));
+  return names;
+}
+
+// Finds the row that an option names. The parser of the command line has checked the name.
+template <typename Row, size_t kCount>
+const Row* FindName(const Row (&rows)[kCount], const std::string& name) {
+  return std::find_if(rows, rows + kCount - 1,
+                      [&](const Row& row) { return IsChoice(row) && name == LowerCase(row.name); });
 }
 
 // A group that the algorithm accepts. Its values do not change the number of bytes, except that it
@@ -55,7 +58,7 @@ offload_group_t GroupOf(const hybridopt::Algorithm& algorithm) {
   return group;
 }
 
-Status CheckSizes(const PlanOptions& options) {
+Status CheckOptions(const PlanOptions& options) {
   const struct {
     const char* name;
     uint64_t bytes;
@@ -69,6 +72,12 @@ Status CheckSizes(const PlanOptions& options) {
       return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                            "%s is %" PRIu64 " bytes, expected 0 to %s, as 8GiB", name, bytes,
                            SizeText(kSizeMaxBytes).c_str());
+  if (options.dtype != "bf16" && !options.master_layout.empty() && options.master_layout != "fp32")
+    return Status::Error(
+        OFFLOAD_INVALID_ARGUMENT,
+        "--master-layout is '%s' with --dtype %s, expected fp32: only the masters of "
+        "bf16 params can be kept otherwise",
+        options.master_layout.c_str(), options.dtype.c_str());
   if (options.early_bytes > 0 && !options.hook_gradients)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "--early-updates is given without --hook-gradients, expected both: only "
@@ -91,14 +100,16 @@ Result<uint64_t> StashBytes(uint64_t budget_bytes) {
 
 }  // namespace
 
+std::vector<std::string> AlgorithmNames() { return NamesOf(hybridopt::kAlgorithms); }
+std::vector<std::string> MasterLayoutNames() { return NamesOf(hybridopt::kFormats); }
+
 uint64_t Rounded(double bytes) { return static_cast<uint64_t>(std::llround(bytes)); }
 
 Result<std::unique_ptr<Planner>> Planner::Make(const PlanOptions& options) {
-  HYBRIDOPT_TRY(CheckSizes(options));
+  HYBRIDOPT_TRY(CheckOptions(options));
   std::unique_ptr<Planner> planner(new Planner(options));
-  HYBRIDOPT_ASSIGN(planner->algorithm_,
-                   FindName(hybridopt::kAlgorithms, options.algorithm, "--algorithm"));
-  HYBRIDOPT_ASSIGN(planner->dtype_, FindName(hybridopt::kDtypeRows, options.dtype, "--dtype"));
+  planner->algorithm_ = FindName(hybridopt::kAlgorithms, options.algorithm);
+  planner->dtype_ = FindName(hybridopt::kDtypeRows, options.dtype);
   HYBRIDOPT_ASSIGN(planner->stash_bytes_, StashBytes(options.stash_bytes));
   auto context_options = offload_init<offload_context_options_t>();
   context_options.device_kind = OFFLOAD_DEVICE_SIM;
@@ -125,9 +136,7 @@ Result<offload_plan_t> Planner::Plan(uint64_t elements, double device_fraction,
   options.algorithm = algorithm_->value;
   options.device_fraction = device_fraction;
   options.chunk_elements = kGpuChunkElements;
-  HYBRIDOPT_ASSIGN(const hybridopt::FormatRow* const format,
-                   FindName(hybridopt::kFormats, choice.masters, "--master-layout"));
-  options.master_layout = format->master_layout;
+  options.master_layout = FindName(hybridopt::kFormats, choice.masters)->master_layout;
   if (choice.bf16_moments) options.moment_dtype = OFFLOAD_BF16;
   if (options_.hook_gradients) options.movable = OFFLOAD_MOVABLE_GRADS;
   // Asks for room for all elements, which grows with their number; the caller reduces it to what

@@ -6,6 +6,7 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "commands.h"
 #include "handles.h"
@@ -40,6 +41,10 @@ struct TrainingBytes {
   uint64_t host = 0;  // all of it
   uint64_t device = 0;
 };
+
+// The values of --algorithm and --master-layout.
+std::vector<std::string> AlgorithmNames();
+std::vector<std::string> MasterLayoutNames();
 
 uint64_t Rounded(double bytes);
 

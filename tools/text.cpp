@@ -1,5 +1,6 @@
 #include "text.h"
 
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -40,6 +41,16 @@ size_t Distance(const std::string& one, const std::string& other) {
 std::string Coloured(const char* colour, const std::string& text) {
   static const bool wanted = isatty(STDOUT_FILENO) == 1 && std::getenv("NO_COLOR") == nullptr;
   return wanted ? std::string("\033[") + colour + "m" + text + "\033[0m" : text;
+}
+
+// Shows a line of ASCII on the terminal at standard error, in place of the one before. A line that
+// is wider than the terminal would become two rows, of which only the last one could be replaced.
+void ShowLine(std::string line) {
+  winsize size{};
+  if (ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 1)
+    line.resize(std::min<size_t>(line.size(), size.ws_col - 1));
+  std::fprintf(stderr, "\r%s\033[K", line.c_str());  // \033[K wipes the rest of a longer line
+  std::fflush(stderr);
 }
 
 }  // namespace
@@ -123,9 +134,7 @@ StageLine::~StageLine() {
 }
 
 void StageLine::Show(const char* text) {
-  if (!terminal_) return;
-  std::fprintf(stderr, "\r%s ..\033[K", text);
-  std::fflush(stderr);
+  if (terminal_) ShowLine(std::string(text) + " ..");
 }
 
 ProgressBar::ProgressBar(const char* what) : what_(what), terminal_(isatty(STDERR_FILENO) == 1) {}
@@ -146,11 +155,11 @@ void ProgressBar::Show(uint64_t done, uint64_t total) {
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
   const double rate = static_cast<double>(done) / std::max(seconds, 1e-3);
   const double left = static_cast<double>(total - done) / std::max(rate, 1.0);
-  // \033[K clears what remains of a longer line that was shown before.
-  std::fprintf(stderr, "\r%s [%-*s] %3d %% of %s, %s/s, %.0f s left\033[K", what_, kWidth,
-               bar.c_str(), percent, SizeText(total).c_str(),
-               SizeText(static_cast<uint64_t>(rate)).c_str(), left);
-  std::fflush(stderr);
+  char line[256];
+  std::snprintf(line, sizeof(line), "%s %3d %% of %s, %s/s, %.0f s left [%-*s]", what_, percent,
+                SizeText(total).c_str(), SizeText(static_cast<uint64_t>(rate)).c_str(), left,
+                kWidth, bar.c_str());
+  ShowLine(line);
 }
 
 }  // namespace tool

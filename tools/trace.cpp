@@ -3,12 +3,12 @@
 #include <sstream>
 #include <utility>
 
-#include "base/files.h"
 #include "base/system.h"
 #include "base/utf8.h"
 #include "commands.h"
 #include "measure.h"
 #include "model.h"
+#include "new_file.h"
 #include "text.h"
 #include "trace_lanes.h"
 
@@ -25,14 +25,6 @@ struct Recording {
   Executor executor = kExecutors[0];
 };
 
-Status CheckIsNew(const std::string& path) {
-  if (hybridopt::system::SystemFiles().Look(path) != 0) return {};
-  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                       "'%.500s' is there already; give another FILE, or --read to see the table "
-                       "of the trace that it has",
-                       path.c_str());
-}
-
 Result<uint64_t> ElementsOf(const std::string& params) {
   HYBRIDOPT_ASSIGN(const Model model, FindModel(params));
   const uint64_t available = hybridopt::system::AvailableBytes();
@@ -46,7 +38,9 @@ Result<uint64_t> ElementsOf(const std::string& params) {
 }
 
 Result<Recording> Prepare(const TraceOptions& options) {
-  HYBRIDOPT_TRY(CheckIsNew(options.path));
+  HYBRIDOPT_TRY(
+      CheckNewFile("FILE", options.path,
+                   "give another FILE, or --read to see the table of the trace that it has"));
   Recording recording;
   HYBRIDOPT_ASSIGN(recording.elements, ElementsOf(options.params));
   recording.layout = &kLayouts[options.small_state ? 2 : 0];

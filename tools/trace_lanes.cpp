@@ -152,7 +152,7 @@ Status NoTrace(const std::string& path, const char* what) {
 }  // namespace
 
 Result<Lanes> ReadLanes(const std::string& path) {
-  HYBRIDOPT_ASSIGN(const Json json, ReadJson(path, kBytesMax));
+  HYBRIDOPT_ASSIGN(const Json json, ReadJson(path, kBytesMax, "a trace"));
   LanesReader reader;
   const Json& head = reader.Member(json, "otherData");
   const Json& events = reader.Member(json, "traceEvents");

@@ -4,7 +4,8 @@
 //!
 //!     cargo run --release --manifest-path examples/06_rust/Cargo.toml
 //!
-//! Takes a second, and some more to compile. Expect nine lines of falling losses.
+//! Takes a second, and some more to compile. Expect nine lines of falling losses, the fifth of which
+//! comes from the new optimizer.
 //!
 //! With `-- --sim` params and gradients live on a simulated accelerator, and half of the AdamW state
 //! too; the new optimizer has three quarters of it there, and everything leaves the device once. The
@@ -107,7 +108,10 @@ fn give_the_device_away<'a>(
         queue.offload_states(&Move::default())?;
         queue.offload_params(&Move::default())
     })?;
-    println!("all {} bytes of the device are free", context.info()?.device_memory_free_bytes);
+    println!(
+        "everything has left: all {} bytes of the device are free",
+        context.info()?.device_memory_free_bytes
+    );
     for &(param, count) in params {
         optimizer.bind_data(param, DeviceBuffer::<f32>::new(context, count)?)?;
         optimizer.bind_grad(param, DeviceBuffer::<f32>::new(context, count)?)?;
@@ -138,10 +142,9 @@ fn make<'a>(
         params.push((adding.add_param(param)?, values.len()));
     }
     let plan = adding.plan()?;
-    println!("{} params, {} elements", plan.param_count, plan.element_count);
     println!(
-        "state takes {} bytes on the host, {} on the device",
-        plan.host_bytes, plan.device_bytes
+        "AdamW over {} params with {} elements; its state takes {} bytes on the host, {} on the device",
+        plan.param_count, plan.element_count, plan.host_bytes, plan.device_bytes
     );
     Ok((adding.commit()?, params))
 }
@@ -168,6 +171,7 @@ fn train(sim: bool) -> Result<()> {
         if step == STEPS / 2 {
             optimizer.save(&scratch.0, SaveOptions::default())?;
             drop(optimizer);
+            println!("saved before step {step}; a new optimizer goes on from the checkpoint");
             (optimizer, params) = make(&context, &Network::new(), 0.75)?;
             optimizer.load(&scratch.0, LoadOptions::default())?;
         }

@@ -149,6 +149,7 @@ int Files::Close(int file) { return OwnFiles::Instance().Close(file); }
 int64_t Files::Size(int file) {
   struct stat status;
   if (fstat(file, &status) < 0) return -errno;
+  if (S_ISDIR(status.st_mode)) return -EISDIR;
   return S_ISREG(status.st_mode) ? static_cast<int64_t>(status.st_size) : -ESPIPE;
 }
 

@@ -26,7 +26,7 @@ class Files {
   };
   virtual int OpenFile(const std::string& path, Open how);
   virtual int Close(int file);
-  virtual int64_t Size(int file);  // -ESPIPE if it is a pipe or a device
+  virtual int64_t Size(int file);  // -EISDIR of a directory, -ESPIPE of a pipe or a device
   virtual int64_t Read(int file, void* data, uint64_t bytes, uint64_t offset);
   virtual int64_t Write(int file, const void* data, uint64_t bytes, uint64_t offset);
   virtual int Allocate(

@@ -1,12 +1,15 @@
 """Runs examples/05_pytorch.py in its quick mode, in each of its ways."""
 
 import argparse
+import contextlib
 import importlib
+import io
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
+import unittest.mock
 
 import matplotlib.image
 import torch
@@ -24,10 +27,23 @@ def run(*arguments):
 
 
 def refused(*arguments):
+    """The error text of a program that refuses before it trains."""
     command = [sys.executable, sys.argv[1], "--quick", *arguments]
     output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert output.returncode == 1, f"{arguments}: exit status {output.returncode}"
+    assert "step 1," not in output.stdout, "it has trained before it refused"
     return output.stderr
+
+
+def not_parsed(*arguments):
+    """The error text about a command line, which the program reads before all else."""
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text), unittest.mock.patch("sys.argv", ["05_pytorch.py", "--quick", *arguments]):
+        try:
+            train_gpt.parse()
+        except SystemExit as error:
+            return text.getvalue() if error.code == 2 else f"{error.code}\n"
+    raise AssertionError(f"{arguments} are not refused")
 
 
 def losses(output, name):
@@ -76,7 +92,27 @@ with tempfile.TemporaryDirectory() as folder:
     text = refused("--stash", "--stash-budget", "1000000")
     assert re.search(r"the host will hold 10240\d+\.\d MiB .*; choose a smaller model, --stash-budget or", text), text
 
-    # So does the one with masters of 24 bits and part of the state where the params are.
+    # So is what the training cannot have.
+    short_text = pathlib.Path(folder) / "short.txt"
+    short_text.write_bytes(bytes(1319))
+    for path, found in ((short_text, 1319), (f"{folder}/none", 0)):
+        text = refused("--data", str(path))
+        assert text == f"--data: found {found} bytes of text in '{path}', expected at least 1320\n", text
+    for flag in ("--steps", "--micro-batches", "--heads"):
+        for value in ("0", "-1", "2.5", "many"):
+            assert f"argument {flag}: got '{value}', expected a whole number above 0" in not_parsed(f"{flag}={value}")
+    assert "--width is 64, expected a multiple of --heads, which is 3" in not_parsed("--heads", "3")
+
+    # What would keep a picture from being drawn is told before the training.
+    for flag in (("--compare", "--plot"), ("--timeline",), ("--memory-plot",)):
+        with unittest.mock.patch.dict(sys.modules, {"matplotlib": None}):
+            text = not_parsed(*flag, str(plot))
+        assert text == f"{flag[0]} draws a picture, which needs matplotlib: pip install matplotlib\n", text
+        for path in (f"{folder}/none/plot.png", folder):
+            text = not_parsed(*flag, path)
+            assert text == f"{flag[0]}: got {path!r}, expected a file in a folder that can be written to\n", text
+
+    # The preset with masters of 24 bits has the losses of its options too, with part of the state where the params are.
     masters24 = ("--dtype", "bfloat16", "--master-layout", "split24", "--state-dtype", "bfloat16", "--overlap")
     plain24 = run(*masters24, *short)
     preset24 = run("--preset", "20g", "--stash-budget", str(2 / 1024), "--memory-plot", str(plot), *short)

@@ -38,4 +38,10 @@ refused() {
 refused "got 3 ranks, expected 1, 2, 4 or 8" 3 "$program"
 refused "--load: got nothing, expected a directory" 1 "$program" --load
 refused "--lode: no such flag, expected --steps N" 1 "$program" --lode
+# A checkpoint that cannot be saved is refused before the first step.
+refused "--save: '$scratch/half' exists, expected a directory to make" 1 "$program" --save "$scratch/half/"
+refused "--save: '$scratch/no/half' cannot be made in '$scratch/no': No such file or directory" \
+  1 "$program" --save "$scratch/no/half"
+! grep -q '^step' "$scratch/output" || { echo "FAILED: trained before --save was refused"; exit 1; }
+refused "--save: got '', expected a directory to make" 1 "$program" --save ""
 echo "the same bits on 1, 2 and 4 ranks"

@@ -1,9 +1,12 @@
 """Runs the command-line tool that HYBRIDOPT_TOOL names, and checks how it ends."""
 
+import fcntl
 import json
 import os
 import pty
+import struct
 import subprocess
+import termios
 
 TOOL = os.environ["HYBRIDOPT_TOOL"]
 
@@ -33,6 +36,14 @@ def refuse(code, text, *arguments, **options):
     return json.loads(answer.stdout)["status"]
 
 
+def misuse(text, command, *arguments):
+    """The command line is wrong: this text names what, and nothing is done."""
+    result = tool(command, *arguments)
+    assert (result.returncode, result.stdout) == (USAGE, ""), result
+    name = f"hybridopt {command}"
+    assert result.stderr == f"{name}: {text}\nRun '{name} --help' for more information.\n"
+
+
 def may_be_shown(text):
     return all(letter == "\n" or letter.isprintable() for letter in text)
 
@@ -51,9 +62,10 @@ def read_terminal(ours):
     return shown.decode()
 
 
-def on_a_terminal(*arguments):
+def on_a_terminal(*arguments, columns=0):
     """The text that the tool writes to a terminal, and its standard output, which is no terminal."""
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 0, columns, 0, 0))
     process = subprocess.Popen(
         [TOOL, *map(str, arguments)], stdout=subprocess.PIPE, stderr=theirs, text=True
     )

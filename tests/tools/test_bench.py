@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from command import DONE, USAGE, on_a_terminal, refuse, succeed, tool
+from command import DONE, USAGE, misuse, on_a_terminal, refuse, succeed, tool
 
 SMALL = ["bench", "--memory", "16MiB", "--seconds", "0"]
 LAYOUTS = ["fp32", "split", "small"]
@@ -75,6 +75,8 @@ def test_what_cannot_be_measured_is_refused():
     refuse(USAGE, "--memory is 1048576 bytes, expected 16.0 MiB to ", "bench", "--memory", "1MiB")
     refused = tool("bench", "--device", "cuda", "--memory", "16MiB", "--seconds", "0")
     assert refused.returncode == DONE or refused.stderr.startswith("hybridopt: th")
-    for arguments in (["--seconds", "-1"], ["--seconds", "1e9"], ["--device", "tpu"], ["here"]):
-        wrong = tool("bench", *arguments)
-        assert wrong.returncode == USAGE and wrong.stdout == "" and wrong.stderr != ""
+    for seconds in ("3s", "-1", "1e9", "nan", ""):
+        expected = "expected a number of seconds from 0 to 3600, as 30"
+        misuse(f"--seconds: got '{seconds}', {expected}", "bench", "--seconds", seconds)
+    misuse("--device: got 'tpu', expected cuda, sim or none", "bench", "--device", "tpu")
+    misuse("'here' was not expected: no more words belong here", "bench", "here")

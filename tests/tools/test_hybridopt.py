@@ -19,7 +19,7 @@ import pytest
 import read_by_the_page
 import torch
 import xxhash
-from command import BAD, DONE, FAILED, TOOL, USAGE, may_be_shown, on_a_terminal, refuse, shown_by_a_terminal, succeed, tool
+from command import BAD, DONE, FAILED, TOOL, USAGE, may_be_shown, misuse, on_a_terminal, refuse, shown_by_a_terminal, succeed, tool
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -127,6 +127,12 @@ def test_newest_gives_scripts_the_path_as_it_is_and_terminals_a_safe_one(tmp_pat
     shutil.copytree(GOLDEN / "sgd-world3", os.fsdecode(raw + b"/step-42"))
     found = subprocess.run([TOOL, "newest", raw], capture_output=True, check=True)
     assert found.stdout == raw + b"/step-42\n"
+
+
+def test_a_checkpoint_is_told_from_a_directory_of_checkpoints(run):
+    told = f"DIR '{run}/end' is a checkpoint, expected a directory that holds checkpoints; give the directory above it"
+    for arguments in (["list"], ["newest"], ["newest", "--verify"]):
+        assert refuse(USAGE, told, *arguments, run / "end") == "INVALID_ARGUMENT"
 
 
 def calls_of(tmp_path, *arguments):
@@ -269,6 +275,9 @@ def test_inspect_of_what_is_no_good_checkpoint(sample, tmp_path):
     (tmp_path / "empty").mkdir()
     told = f"'{tmp_path}/empty' is no checkpoint, as it has no manifest.json; give the directory of a checkpoint"
     assert refuse(FAILED, told, "inspect", tmp_path / "empty") == "IO_FAILED"
+    manifest = sample / "manifest.json"
+    told = f"'{manifest}' is a file, expected the directory of a checkpoint, which has a manifest.json"
+    assert refuse(FAILED, told, "inspect", manifest) == "IO_FAILED"
     missing = f"could not open '{tmp_path}/none/manifest.json': No such file or directory"
     assert refuse(FAILED, missing, "inspect", tmp_path / "none") == "IO_FAILED"
     other = tmp_path / "other"
@@ -325,13 +334,13 @@ def test_verify_names_damaged_tensors_and_blocks(sample):
 
 def test_a_bar_is_shown_on_a_terminal_and_wiped(sample, tmp_path):
     shown, out = on_a_terminal("verify", sample)
-    rate = r"\rverifying \[#{40}\] 100 % of 13\.6 KiB, \d+(\.\d)? [KMG]?i?B/s, 0 s left"
+    rate = r"\rverifying 100 % of 13\.6 KiB, \d+(\.\d)? [KMG]?i?B/s, 0 s left \[#{40}\]"
     assert re.search(rate, shown)
     assert shown.endswith("\r\x1b[K") and out.startswith("good: ")
     shown, _ = on_a_terminal("reshard", sample, tmp_path / "out", "--world", "1")
-    assert "resharding [" in shown and "verifying [" in shown
+    assert "\rresharding 100 % of " in shown and "\rverifying 100 % of " in shown
     shown, _ = on_a_terminal("export", sample, tmp_path / "out.safetensors")
-    assert "exporting [" in shown and shown.endswith("\r\x1b[K")
+    assert "\rexporting 100 % of " in shown and shown.endswith("\r\x1b[K")
 
 
 # --- reshard ---
@@ -554,7 +563,7 @@ def test_export_makes_nothing_where_it_is_refused(sample, tmp_path):
         refuse(code, text, "export", sample, out, *arguments)
         assert [path.name for path in tmp_path.iterdir()] == ["sample"]
 
-    expect(BAD, "the checkpoint holds no sum of any param", "--what", "sum")
+    expect(BAD, "the checkpoint holds no sum of any param; 'hybridopt inspect' shows what it holds", "--what", "sum")
     flip(sample / "shard-00001-of-00002.safetensors", 4096)
     expect(BAD, "a block is damaged: embed.weight.master of rank 1")
     flip(sample / "shard-00001-of-00002.safetensors", 4096)
@@ -712,26 +721,6 @@ def test_memory_is_bounded_whatever_the_size(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["frobnicate"],
-        ["inspect"],
-        ["verify", "a", "b"],
-        ["reshard", "a", "b"],
-        ["reshard", "a", "b", "--world", "0"],
-        ["reshard", "a", "b", "--world", "many"],
-        ["export", "a"],
-        ["export", "a", "b", "--what", "grad"],
-        ["export", "a", "b", "--dtype", "fp8"],
-    ],
-)
-def test_wrong_usage(arguments):
-    result = tool(*arguments)
-    assert result.returncode == USAGE and result.stdout == "" and result.stderr != ""
-
-
-@pytest.mark.parametrize(
     "word, text",
     [
         ("pla", "'pla': no such command; did you mean 'plan'?"),
@@ -750,7 +739,13 @@ def test_a_wrong_word_is_named(word, text):
     "arguments, text",
     [
         ([], "hybridopt: a command is required, such as 'hybridopt plan 8B'"),
-        (["--jsn"], "hybridopt: a command is required, such as 'hybridopt plan 8B'"),
+        (["inspect"], "hybridopt inspect: DIR is required"),
+        (["verify", "a", "b"], "hybridopt verify: 'b' was not expected: no more words belong here"),
+        (["reshard", "a", "b"], "hybridopt reshard: --world is required"),
+        (["export", "a"], "hybridopt export: OUT is required"),
+        (["--hlep"], "hybridopt: '--hlep': no such option; did you mean '--help'?"),
+        (["--verison"], "hybridopt: '--verison': no such option; did you mean '--version'?"),
+        (["--jsn"], "hybridopt: '--jsn': no such option"),
         (["trace"], "hybridopt trace: FILE is required"),
         (["trace", "--read"], "hybridopt trace: FILE is required"),
         (["plan"], "hybridopt plan: MODEL is required"),
@@ -760,6 +755,9 @@ def test_a_wrong_word_is_named(word, text):
         (["info", "more", "words"], "hybridopt info: 'more' was not expected: no more words belong here"),
         (["info", "--\x1b[2J"], "hybridopt info: '--\\x1b[2J': no such option"),
         (["--json", "info"], "hybridopt: '--json': no such option"),
+        (["plan", "7B", "--gpus"], "hybridopt plan: --gpus takes one value, and is given once"),
+        (["plan", "7B", "--gpus", "2", "--gpus", "3"], "hybridopt plan: --gpus takes one value, and is given once"),
+        (["info", "--json=maybe"], "hybridopt info: --json takes no value"),
     ],
 )
 def test_wrong_usage_names_the_command_and_the_word(arguments, text):
@@ -769,7 +767,23 @@ def test_wrong_usage_names_the_command_and_the_word(arguments, text):
     assert result.stderr == f"{text}\nRun '{name} --help' for more information.\n"
 
 
+@pytest.mark.parametrize("command", ["doctor", "list", "newest", "inspect", "verify"])
+def test_an_empty_path_is_refused(command):
+    misuse("DIR: got '', expected a path", command, "")
+
+
+def test_values_of_checkpoint_commands_are_refused():
+    for world in ("0", "many", "65537", "1.5", ""):
+        misuse(f"--world: got '{world}', expected a whole number from 1 to 65536", "reshard", "a", "b", "--world", world)
+    misuse("OUT: got '', expected a path", "reshard", "a", "", "--world", "1")
+    misuse("OUT: got '', expected a path", "export", "a", "")
+    kinds = "master, exp_avg, exp_avg_sq, momentum_buffer or sum"
+    misuse(f"--what: got 'grad', expected {kinds}", "export", "a", "b", "--what", "grad")
+    misuse("--dtype: got 'fp8\\x1b', expected fp32, bf16 or fp16", "export", "a", "b", "--dtype", "fp8\x1b")
+
+
 def test_help_fits_into_100_columns():
+    assert [line for line in succeed("--help").splitlines() if len(line) > 100] == []
     for command in ("info", "doctor", "bench", "trace", "plan", "list", "newest", "inspect", "verify", "reshard", "export"):
         text = succeed(command, "--help")
         assert [line for line in text.splitlines() if len(line) > 100] == []
@@ -807,8 +821,30 @@ def test_help_and_version():
     assert succeed("--version").startswith("hybridopt ")
 
 
+def test_help_and_version_are_commands_too():
+    assert succeed("help") == succeed("--help") and succeed("version") == succeed("--version")
+    assert succeed("help", "plan") == succeed("plan", "--help")
+
+
+def test_help_tells_the_values_and_the_default_of_each_option():
+    texts = {
+        "--algorithm NAME the optimizer: adamw, adam, sgd, lion, adagrad or signum; by default adamw": ["plan"],
+        "--offload-fraction FRACTION share of the state on the host, 0 to 1": ["plan", "trace"],
+        "--master-layout LAYOUT how the fp32 masters of bf16 params are kept: fp32, 4 bytes an element, split, 2 bytes "
+        "and the same masters, or split24, 1 byte and masters of 24 bits; by default the table has fp32 and split":
+            ["plan"],
+        "--device DEVICE device beside the host: cuda, sim or none; by default the GPU if there is one":
+            ["doctor", "bench", "trace"],
+        "--seconds SECONDS how long to measure, about: 0 to 3600, by default 30": ["bench"],
+    }  # fmt: skip
+    for text, commands in texts.items():
+        for command in commands:
+            assert text in " ".join(succeed(command, "--help").split())
+
+
 def test_output_that_cannot_be_written_is_a_failure(sample):
-    with open("/dev/full", "w") as full:
-        result = subprocess.run([TOOL, "inspect", sample], stdout=full, stderr=subprocess.PIPE)
-    assert result.returncode == FAILED
-    assert b"could not write to standard output" in result.stderr
+    for arguments in (["inspect", sample], ["--help"], ["--version"]):
+        with open("/dev/full", "w") as full:
+            result = subprocess.run([TOOL, *arguments], stdout=full, stderr=subprocess.PIPE)
+        assert result.returncode == FAILED
+        assert b"could not write to standard output" in result.stderr

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from command import BAD, FAILED, TOOL, USAGE, may_be_shown, refuse, succeed, tool
+from command import BAD, FAILED, TOOL, USAGE, may_be_shown, misuse, refuse, succeed, tool
 from safetensors.torch import save_file
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -55,10 +55,10 @@ def test_plan_tells_state_and_rings(arguments, bytes_each):
     assert host <= told["pinned_bytes"] <= told["host_bytes"] + 2**14  # whole pages are pinned
 
 
-@pytest.mark.parametrize("fraction", ["2", "-1", "nan"])
-def test_plan_of_no_fraction(fraction):
-    text = f"--offload-fraction is {fraction}, expected 0 to 1"
-    refuse(USAGE, text, "plan", "7B", f"--offload-fraction={fraction}")
+@pytest.mark.parametrize("fraction", ["2", "-1", "nan", "half", "", "0.5x"])
+@pytest.mark.parametrize("option", ["--offload-fraction", "--device-fraction"])
+def test_plan_of_no_fraction(option, fraction):
+    misuse(f"{option}: got '{fraction}', expected a number from 0 to 1", "plan", "7B", option, fraction)
 
 
 def test_plan_counts_every_element():
@@ -119,10 +119,18 @@ def test_plan_of_a_training_that_does_not_fit():
     assert "optimizer = " not in result.stdout
     refused = "nothing that these options leave open fits into 80.0 GiB on the device and 96.0 GiB on the host"
     assert refuse(BAD, refused, *PRESET, *machine) == "OUT_OF_HOST_MEMORY"
-    refuse(BAD, "1.0 GiB on the host; on the host --small-state needs less", "plan", "7B", "--host-memory", "1GiB")
+    # The advice is what these options do not have yet.
+    gib = ["plan", "7B", "--host-memory", "1GiB"]
+    refuse(BAD, "into 1.0 GiB on the host; on the host the optimizer's option disk_fraction takes less", *gib)
+    refuse(BAD, "; on the host --small-state, or the optimizer's option disk_fraction takes less", *gib, "--master-layout", "fp32")
+    room = ["--hook-gradients", "--stash", "1MiB", "--early-updates", "1MiB"]
+    refuse(BAD, "; on the host a smaller --stash, smaller --early-updates, or the optimizer's option disk_fraction takes less", *gib, *room)
     narrow = ["plan", "7B", "--device-memory", "1GiB", "--host-memory", "900GiB"]
-    refuse(BAD, "; on the device --gpus shares out params", *narrow)
-    assert "on the host --small" not in tool(*narrow).stderr
+    shared = "; on the device more --gpus share params, gradients and state"
+    assert tool(*narrow).stderr.endswith(f"{shared}, --hook-gradients takes gradients off it\n")
+    more = ["--offload-fraction", "0.5", "--activations", "2GiB", "--hook-gradients"]
+    given = f"{shared}, a larger --offload-fraction takes state off it, a larger --stash takes activations off it\n"
+    assert tool(*narrow, *more).stderr.endswith(given)
     told = answer(*PRESET[1:], "--host-memory", "1TiB", "--device-memory", "80GiB", code=BAD)
     assert told["host_fits"] is True
 
@@ -132,7 +140,8 @@ def test_plan_of_a_training_on_this_machine():
     assert 0 < told["host_available_bytes"] < 1 << 50 and told["host_fits"] is True
     if told["device_available_bytes"] == 0:
         assert told["device_fits"] is None
-        assert "there is no GPU here, --device-memory says how much another machine has" in succeed("plan", "1000")
+        told = "no GPU is found here (hybridopt doctor says why), --device-memory says how much another one has"
+        assert told in succeed("plan", "1000")
     # The stash reduces the activations on the device, but not below 0.
     all_gone = json.loads(succeed("plan", "1000", "--activations", "1MiB", "--stash", "2MiB", "--json"))
     assert all_gone["activations_on_device_bytes"] == 0 and all_gone["stash_bytes"] >= 2 << 20
@@ -141,14 +150,51 @@ def test_plan_of_a_training_on_this_machine():
 @pytest.mark.parametrize(
     "option", ["--activations", "--early-updates", "--stash", "--host-memory", "--device-memory"]
 )
-@pytest.mark.parametrize("size", ["2PiB", "-5"])
-def test_plan_of_no_size(option, size):
-    refuse(USAGE, "bytes, expected 0 to 1.0 PiB, as 8GiB", "plan", "7B", f"{option}={size}")
+def test_plan_of_no_size(option):
+    refuse(USAGE, "bytes, expected 0 to 1.0 PiB, as 8GiB", "plan", "7B", f"{option}=2PiB")
+    for size in ("-5", "3s", "1.5GiB", "8 parsecs", "", "nan", "99999999TiB"):
+        misuse(f"{option}: got '{size}', expected a whole number of bytes, as 8GiB or 2GB", "plan", "7B", option, size)
 
 
-def test_plan_of_an_unknown_algorithm_names_those_that_there_are():
-    refuse(USAGE, "--algorithm is 'adamx', expected one of adamw, adam, sgd", "plan", "7B",
-           "--algorithm", "adamx")
+def test_sizes_have_units():
+    sizes = {"2000": 2000, "2kB": 2000, "2KiB": 2048, "2GB": 2 * 10**9, "2 gib": 2 << 30, "2G": 2 * 10**9}
+    for size, expected in sizes.items():
+        told = json.loads(tool("plan", "1000", "--device-memory", size, "--json").stdout)
+        assert told["device_available_bytes"] == expected
+
+
+@pytest.mark.parametrize("name", ["adamx", "AdamW", "muon", ""])  # the state of Muon goes by the shapes of matrices
+def test_plan_of_an_unknown_algorithm_names_those_that_there_are(name):
+    misuse(f"--algorithm: got '{name}', expected adamw, adam, sgd, lion, adagrad or signum", "plan", "7B", "--algorithm",
+           name)  # fmt: skip
+
+
+def test_each_layout_has_its_name():
+    rows = {
+        (): ["fp32 state", "split masters, same bits", "split masters, bf16 moments"],
+        ("--small-state",): ["split masters, bf16 moments"],
+        ("--master-layout", "fp32"): ["fp32 state"],
+        ("--master-layout", "fp32", "--small-state"): ["fp32 masters, bf16 moments"],
+        ("--master-layout", "split24"): ["masters of 24 bits"],
+        ("--master-layout", "split24", "--small-state"): ["masters of 24 bits, bf16 moments"],
+        ("--dtype", "fp16"): ["fp32 state"],
+        ("--dtype", "fp32", "--small-state"): ["fp32 masters, bf16 moments"],
+    }
+    for options, names in rows.items():
+        table = succeed("plan", "1e9", *ROOM, *options).split("\nstate  ")[1].split("\n")
+        assert [line.split("  ")[0] for line in table[1 : 1 + len(names)]] == names
+        assert not table[1 + len(names)].endswith("yes")
+    for layout in ("split", "split24"):
+        refuse(USAGE, f"--master-layout is '{layout}' with --dtype fp32, expected fp32: only the masters of bf16 params",
+               "plan", "7B", "--dtype", "fp32", "--master-layout", layout)  # fmt: skip
+
+
+def test_plan_of_values_that_there_are_not():
+    misuse("--dtype: got 'bfloat16', expected fp32, bf16 or fp16", "plan", "7B", "--dtype", "bfloat16")
+    misuse("--master-layout: got '', expected fp32, split or split24", "plan", "7B", "--master-layout", "")
+    misuse("--machine: got '', expected a path", "plan", "7B", "--machine", "")
+    for gpus in ("0", "1025", "eight", "1.5", ""):
+        misuse(f"--gpus: got '{gpus}', expected a whole number from 1 to 1024", "plan", "7B", "--gpus", gpus)
 
 
 def test_the_docs_show_what_plan_prints():
@@ -192,6 +238,9 @@ def test_a_name_that_is_not_known():
     assert refuse(USAGE, told, "plan", "qwen3-9b") == "INVALID_ARGUMENT"
     refuse(USAGE, "'colossus' is no model, expected a number", "plan", "colossus")
     refuse(USAGE, "or one of gpt2, gpt2-medium, ", "plan", "colossus")
+    for path in ("/none", "./none", "../none", "~/none", "none/", "none.json", "none.safetensors", "/no\x1b[2J"):
+        told = f"'{path.replace(chr(27), chr(92) + 'x1b')}' is not there, expected a config.json, safetensors or their"
+        refuse(USAGE, told, "plan", path)
     hostile = tool("plan", "\x1b[2J\u202e")
     assert may_be_shown(hostile.stderr) and r"'\x1b[2J\u202e' is no model" in hostile.stderr
 
@@ -235,7 +284,7 @@ def test_a_model_by_its_config(config, elements, tmp_path):
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ("{", "it is no JSON text"),
+        ("{", "the file is no JSON text, expected a model's config.json"),
         ("[1]", "it is no JSON object, expected a config.json"),
         ("{}", "model_type is '', expected one of llama, mistral, "),
         ({"model_type": "rwkv\x1b"}, r"model_type is 'rwkv\x1b', expected one of llama, mistral, "),
@@ -260,7 +309,7 @@ def test_a_config_that_is_deep_or_large(tmp_path):
     refuse(USAGE, "it is no JSON object", "plan", path)
     with path.open("w") as file:
         file.truncate((64 << 20) + 1)
-    refuse(USAGE, "the file is too large, expected a small JSON text", "plan", path)
+    refuse(USAGE, "the file is too large, expected a model's config.json", "plan", path)
 
 
 def save_two(folder):
@@ -349,7 +398,6 @@ def test_exact_state_comes_first():
 def test_a_fraction_in_the_words_of_c():
     rest = answer("1e9", *ROOM, "--device-fraction", "0.75")
     assert rest == answer("1e9", *ROOM, "--offload-fraction", "0.25")
-    refuse(USAGE, "--device-fraction is 1.5, expected 0 to 1", "plan", "1e9", "--device-fraction", "1.5")
     both = tool("plan", "1e9", "--device-fraction", "1", "--offload-fraction", "0")
     assert both.returncode == USAGE and "--offload-fraction excludes --device-fraction" in both.stderr
 
@@ -443,6 +491,9 @@ def test_the_fastest_of_the_same_bits_is_chosen(tmp_path):
 def test_a_machine_without_a_gpu_updates_on_the_host(tmp_path):
     told = answer("8e9", "--machine", machine_file(tmp_path, device=None), "--offload-fraction", "0.5")
     assert told["predicted_step_seconds"] == [8.0, 8.0] and told["device_available_bytes"] == 0
+    path = machine_file(tmp_path, device=None)
+    told_text = succeed("plan", "1e9", "--machine", path)
+    assert "; that machine has no GPU, --device-memory says how much another one has\n" in told_text
 
 
 @pytest.mark.parametrize("options", [["--algorithm", "lion"], ["--dtype", "fp32"], ["--master-layout", "split24"]])
@@ -454,7 +505,7 @@ def test_what_was_not_measured_is_not_predicted(options, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"doctor": 2}, "doctor is 2, expected 1; print it anew with the hybridopt doctor of this release"),
+        ({"doctor": 2}, "is of version 2, expected 1, as this release writes it; on that machine, 'hybridopt doctor"),
         ({"doctor": "1"}, "doctor is missing or wrong, expected a number from 0 to 2^60"),
         ({"date": None}, "date is missing or wrong, expected a text"),
         ({"machine": []}, "machine is missing or wrong, expected an object"),
@@ -463,18 +514,26 @@ def test_what_was_not_measured_is_not_predicted(options, tmp_path):
         ({"measured": {}}, "updates is missing or wrong, expected an array"),
         ({"measured": {"updates": [1]}}, "updates is missing or wrong, expected an array of objects"),
         ({"measured": {"updates": [{"layout": "fp32", "executor": "both", "params_per_s": 0}]}},
-         "params_per_s is missing or wrong, expected a number above 0, as hybridopt doctor --json prints it"),
+         "params_per_s is missing or wrong, expected a number above 0; on that machine, 'hybridopt doctor --json > FILE'"),
     ],
 )  # fmt: skip
 def test_a_file_that_doctor_did_not_print(changes, text, tmp_path):
     path = machine_file(tmp_path, **changes)
-    refuse(USAGE, f"--machine '{path}': ", "plan", "7B", "--machine", path)
+    refuse(USAGE, f"--machine '{path}'", "plan", "7B", "--machine", path)
     refuse(USAGE, text, "plan", "7B", "--machine", path)
 
 
 def test_a_machine_file_that_is_none(tmp_path):
-    refuse(FAILED, f"could not open '{tmp_path}/none': No such file", "plan", "7B", "--machine", tmp_path / "none")
+    way_out = "; on that machine, 'hybridopt doctor --json > FILE' makes a new one"
+    for name, wrong in {"none": "could not open '{}': No such file", ".": "could not read '{}': Is a directory"}.items():
+        path = tmp_path / name
+        refuse(FAILED, "--machine: " + wrong.format(path), "plan", "7B", "--machine", path)
+        refuse(FAILED, way_out, "plan", "7B", "--machine", path)
     path = tmp_path / "machine.json"
+    for content in (b"", b"ok    CPU  of doctor without --json", b"\xff\xfe"):
+        path.write_bytes(content)
+        wrong = f"--machine: '{path}': the file is no JSON text, expected what hybridopt doctor --json prints"
+        refuse(USAGE, wrong + way_out, "plan", "7B", "--machine", path)
     path.write_text("[]")
     refuse(USAGE, "the whole is missing or wrong, expected an object", "plan", "7B", "--machine", path)
     hostile = machine_file(tmp_path, date="\x1b[2J\n\u202e")
@@ -488,13 +547,3 @@ def test_plan_reads_what_doctor_prints(tmp_path):
     told = answer("1e8", "--machine", path)
     assert all(choice["predicted_step_seconds"][0] > 0 for choice in told["choices"])
     assert "with a simulated device; nothing was run" in succeed("plan", "1e8", "--machine", path)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["7B", "--dtype", "fp8"], ["7B", "--offload-fraction=half"], ["7B", "--stash", "8 parsecs"],
-     ["7B", "--host-memory", "99999999TiB"], ["7B", "--gpus", "many"]],
-)  # fmt: skip
-def test_wrong_usage(arguments):
-    result = tool("plan", *arguments)
-    assert result.returncode == USAGE and result.stdout == "" and result.stderr != ""

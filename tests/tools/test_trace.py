@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from command import DONE, USAGE, on_a_terminal, refuse, succeed, tool
+from command import DONE, USAGE, misuse, on_a_terminal, refuse, succeed, tool
 
 SMALL = ["--params", "300K", "--steps", "2"]
 
@@ -136,11 +136,13 @@ def test_the_training_that_is_recorded_is_the_one_that_was_asked_for(tmp_path):
 def test_a_terminal_sees_that_steps_are_recorded(tmp_path):
     shown, _ = on_a_terminal("trace", tmp_path / "step.json", *SMALL, "--device", "none")
     assert "recording steps .." in shown and shown.endswith("\r\x1b[K")
+    narrow, _ = on_a_terminal("trace", tmp_path / "other.json", *SMALL, "--device", "none", columns=10)
+    assert narrow == "\rrecording\x1b[K\r\x1b[K"  # no line reaches the last column, where it would wrap
 
 
 def test_a_file_that_is_there_is_not_replaced(tmp_path):
     path = written(tmp_path / "mine.json", MADE)
-    refuse(USAGE, f"'{path}' is there already; give another FILE, or --read", "trace", path, *SMALL)
+    refuse(USAGE, f"FILE '{path}' exists; give another FILE, or --read", "trace", path, *SMALL)
     assert json.loads(path.read_text()) == MADE
 
 
@@ -151,7 +153,7 @@ def without(key):
 @pytest.mark.parametrize(
     ("trace", "text"),
     [
-        ("no json", "it is no JSON text"),
+        ("no json", "the file is no JSON text, expected a trace"),
         ([], "is no trace of hybridopt; expected a file that"),
         ({"traceEvents": []}, "is no trace of hybridopt"),
         (without("traceEvents"), "is no trace of hybridopt"),
@@ -176,10 +178,18 @@ def test_what_cannot_be_recorded_is_refused(tmp_path):
     path = tmp_path / "step.json"
     refuse(USAGE, "--params '1T' is 1000000000000 params, expected 1 to ", "trace", path, "--params", "1T")
     refuse(USAGE, "'gpt9' is no model", "trace", path, "--params", "gpt9")
+    refuse(USAGE, "'/none.json' is not there, expected a config.json", "trace", path, "--params", "/none.json")
     refuse(3, "could not open", "trace", path, "--read")
-    refuse(3, "no trace could be written there", "trace", tmp_path / "missing" / "step.json", *SMALL)
+    refuse(3, f"could not read '{tmp_path}': Is a directory (errno 21); a directory is there, expected a file", "trace", tmp_path, "--read")
+    missing = f"FILE '{tmp_path}/missing/step.json': its folder '{tmp_path}/missing' cannot be used: No such file or directory"
+    refuse(USAGE, missing + "; make it first", "trace", tmp_path / "missing" / "step.json", *SMALL)
+    refuse(USAGE, f"FILE is '{path}/', expected the name of a file to make", "trace", f"{path}/")
+    misuse("FILE: got '', expected a path", "trace", "")
+    refuse(3, "no trace could be written there: could not create '/proc/step.json.", "trace", "/proc/step.json", *SMALL)
+    assert "offload_" not in tool("trace", "/proc/step.json", *SMALL).stderr
     refused = tool("trace", path, *SMALL, "--device", "cuda")
     assert refused.returncode == DONE or refused.stderr.startswith("hybridopt: th")
-    for arguments in (["--steps", "0"], ["--offload-fraction", "2"], ["--device", "tpu"], ["--read", "--steps", "2"]):
-        wrong = tool("trace", path, *arguments)
-        assert wrong.returncode == USAGE and wrong.stdout == "" and wrong.stderr != ""
+    misuse("--steps: got '0', expected a whole number from 1 to 1000", "trace", path, "--steps", "0")
+    misuse("--offload-fraction: got '2', expected a number from 0 to 1", "trace", path, "--offload-fraction", "2")
+    misuse("--device: got 'tpu', expected cuda, sim or none", "trace", path, "--device", "tpu")
+    misuse("--read excludes --steps", "trace", path, "--read", "--steps", "2")
