@@ -731,6 +731,20 @@ def test_everything_goes_and_comes_back_bit_for_bit(dtype):
     assert models.state_bits(optimizer) == models.state_bits(plain)
 
 
+def test_states_leave_without_a_look_at_params(monkeypatch):
+    """A program may have moved its params to another device by torch before."""
+    module, optimizer, other, plain = pair(movable=("states",))
+    for seed in range(2):
+        for each, own in ((module, optimizer), (other, plain)):
+            backward(each, seed)
+            own.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(optimizer._engine.bound), "bind_params", lambda bound: pytest.fail("params were bound"))
+            optimizer.offload(states=True)
+        optimizer.reload(states=True)
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
 @pytest.mark.parametrize("states", [True, False])
 def test_a_step_over_offloaded_params_names_the_way_out(states):
     module, optimizer, other, plain = pair(movable=ALL)

@@ -97,6 +97,22 @@ def test_weights_written_before_a_phase_are_the_next_steps(fraction):
     assert same(*both)
 
 
+@every_fraction
+@every_dtype
+def test_states_may_leave_after_the_model_has(fraction, dtype):
+    """NeMo-RL moves its model to the host by torch, then the states, and both back in the same order."""
+    both = on_cpu, cpu, on_gpu, gpu = pair(dtype, fraction, movable=ALL)
+    for seed in range(3):
+        step_both(*both, seed)
+        for param in on_gpu:
+            param.data, param.grad = param.data.cpu(), None
+        gpu.offload(states=True)
+        for param in on_gpu:
+            param.data = param.data.cuda()
+        gpu.reload(states=True)
+    assert same(*both)
+
+
 def test_a_phase_reads_no_state(monkeypatch):
     """A copy of the state that lies partly on the host takes longer to make than a phase."""
     both = on_cpu, cpu, on_gpu, gpu = pair(torch.bfloat16, 0.4, movable=ALL)

@@ -471,7 +471,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         params becomes None; reload() sets it again, or the next step uses the gradients on the host."""
         self._engines.check_open(self)
         self._engines.end_aside(self)
-        engine = self._ready_engine()
+        engine = self._ready_engine(binds_params=params or grads)  # else the params may be elsewhere
         moves.check_movable(engine, {"params": params, "grads": grads, "states": states})
         engine.settle()
         if grads:
