@@ -13,9 +13,8 @@ struct Words {
 constexpr Words kWords[] = {
     {"options.device_kind is OFFLOAD_DEVICE_CUDA, but ", ""},
     {", or use OFFLOAD_DEVICE_HOST or OFFLOAD_DEVICE_SIM", ""},
-    {"; the trace is kept, call offload_optimizer_trace_stop again with another path (NULL gives "
-     "the "
-     "trace up)",
+    {"; the trace is kept, call offload_optimizer_trace_stop again with another path "
+     "(NULL gives the trace up)",
      ""},
 };
 
