@@ -64,7 +64,7 @@ HWY_INLINE void UpdateUnit(const Coefficients& c, const UpdateSpan& span, uint64
   Apply<kRule>(c, second.grad, second.param, second.moment0, second.moment1);
 }
 
-template <Rule kRule, SpanTypes kTypes, bool kRandomly, bool kMayBeNan>
+template <Rule kRule, SpanTypes kTypes, bool kRandomly, bool kMayBeNan, bool kNotes>
 HWY_INLINE void StoreUnit(const Value& first, const Value& second, const UpdateSpan& span,
                           const RangeRounding& range, const ParamStore& store, uint64_t begin) {
   constexpr bool kInPairs = IsPaired<kRule, kTypes>();
@@ -82,7 +82,7 @@ HWY_INLINE void StoreUnit(const Value& first, const Value& second, const UpdateS
                                                                kMoment1IsSum<kRule>, kMayBeNan>(
         first.moment1, second.moment1, first1, second1, span.moment1, begin);
   VectorCodec<kTypes.formats.master>::template StoreMasters<kTypes.param_dtype, kRandomly, kInPairs,
-                                                            kMayBeNan>(
+                                                            kMayBeNan, kNotes>(
       first.param, second.param, span, range.rounding, store, begin, first_master, second_master);
 }
 
@@ -101,7 +101,7 @@ HWY_INLINE bool RoundsNan(const Value& first, const Value& second) {
 
 // Updates one unit. Without kMayBeNan it stores nothing and returns false if a value may be NaN;
 // with kMayBeNan it tests every value.
-template <Rule kRule, SpanTypes kTypes, bool kRandomly, bool kMayBeNan>
+template <Rule kRule, SpanTypes kTypes, bool kRandomly, bool kMayBeNan, bool kNotes>
 HWY_INLINE bool TryUnit(const Coefficients& c, const UpdateSpan& span, const RangeRounding& range,
                         const ParamStore& store, uint64_t begin) {
   Float grad0 = Broadcast(0), param0 = grad0, first0 = grad0, second0 = grad0;
@@ -110,30 +110,31 @@ HWY_INLINE bool TryUnit(const Coefficients& c, const UpdateSpan& span, const Ran
   const Value second = {grad1, param1, first1, second1};
   UpdateUnit<kRule, kTypes, kMayBeNan>(c, span, begin, first, second);
   if (!kMayBeNan && HWY_UNLIKELY((RoundsNan<kRule, kTypes>(first, second)))) return false;
-  StoreUnit<kRule, kTypes, kRandomly, kMayBeNan>(first, second, span, range, store, begin);
+  StoreUnit<kRule, kTypes, kRandomly, kMayBeNan, kNotes>(first, second, span, range, store, begin);
   return true;
 }
 
 template <Rule kRule, SpanTypes kTypes, bool kRandomly>
 HWY_NOINLINE void UpdateNanUnit(Coefficients c, UpdateSpan span, RangeRounding range,
                                 ParamStore store, uint64_t begin) {
-  TryUnit<kRule, kTypes, kRandomly, true>(c, span, range, store, begin);
+  TryUnit<kRule, kTypes, kRandomly, true, true>(c, span, range, store, begin);
 }
 
 // Updates whole units: an UpdateUnitsFunction. The arguments are copies, here and in the functions
-// called, so that no store can alias them.
-template <Rule kRule, SpanTypes kTypes, bool kRandomly>
+// called, so that no store can alias them. Notes have a loop of their own, so that updates without
+// them need no instruction for them.
+template <Rule kRule, SpanTypes kTypes, bool kRandomly, bool kNotes>
 void UpdateUnits(const Coefficients c, const UpdateSpan span, const RangeRounding range) {
   const auto param_address = reinterpret_cast<uintptr_t>(span.param);
   const ParamStore store = {span.param == span.master,
                             param_address % (Unit() * sizeof(uint16_t)) == 0};
   const auto try_unit = [&](uint64_t i) HWY_ATTR {
-    return TryUnit<kRule, kTypes, kRandomly, false>(c, span, range, store, i);
+    return TryUnit<kRule, kTypes, kRandomly, false, kNotes>(c, span, range, store, i);
   };
   for (uint64_t i = 0; i < span.count; i += Unit()) {
 #if HWY_HAVE_SCALABLE
     // Without this call gcc 12 increments the counter of the loop below before the store.
-    if (!try_unit(i)) TryUnit<kRule, kTypes, kRandomly, true>(c, span, range, store, i);
+    if (!try_unit(i)) TryUnit<kRule, kTypes, kRandomly, true, kNotes>(c, span, range, store, i);
 #else
     // A call inside the loop would use the registers of the loop's constants.
     while (i < span.count && try_unit(i)) i += Unit();
@@ -168,15 +169,23 @@ HWY_INLINE bool AreRounded(const uint16_t* param, const float* master) {
   return hn::AllTrue(U16(), same);
 }
 
+template <Rule kRule, SpanTypes kTypes>
+constexpr UnitsFunctions kToNearest = {UpdateUnits<kRule, kTypes, false, false>,
+                                       UpdateUnits<kRule, kTypes, false, true>};
+
+template <Rule kRule, SpanTypes kTypes>
+constexpr UnitsFunctions kAtRandom = [] {
+  if constexpr (RoundsState<kRule>(kTypes.formats))
+    return UnitsFunctions{UpdateUnits<kRule, kTypes, true, false>,
+                          UpdateUnits<kRule, kTypes, true, true>};
+  return UnitsFunctions{};
+}();
+
 struct Kernels {
   template <Rule kRule, SpanTypes kTypes>
   static void Update(const Coefficients& c, const UpdateSpan& span) {
-    constexpr auto kAtRandom = []() -> UpdateUnitsFunction {
-      if constexpr (RoundsState<kRule>(kTypes.formats)) return UpdateUnits<kRule, kTypes, true>;
-      return nullptr;
-    }();
     static_assert(kUnitMax <= kUnitMost);
-    UpdateInUnits({kTypes, Unit(), UpdateUnits<kRule, kTypes, false>, kAtRandom}, c, span);
+    UpdateInUnits({kTypes, Unit(), kToNearest<kRule, kTypes>, kAtRandom<kRule, kTypes>}, c, span);
   }
 
   static void Publish() { hwy::FlushStream(); }

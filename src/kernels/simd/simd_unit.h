@@ -253,19 +253,20 @@ HWY_INLINE void NoteUnit(hn::Mask<U16> changed, const UpdateSpan& span, uint64_t
 
 // Stores the masters of a unit, rounded to bf16, as params. The params have just been read and are
 // in the caches, so they are not stored past the caches.
-template <bool kInPairs>
+template <bool kInPairs, bool kNotes>
 HWY_INLINE void StoreUpperHalves(hn::Vec<U32> first, hn::Vec<U32> second, const UpdateSpan& span,
                                  uint64_t begin) {
   const auto half = hn::Set(U32(), 0x8000);
   const auto params = PackUpper<kInPairs>(hn::Add(first, half), hn::Add(second, half));
   auto* const stored = static_cast<uint16_t*>(span.param) + begin;
-  if (HWY_UNLIKELY(span.changed != nullptr))
-    NoteUnit(hn::Ne(params, hn::LoadU(U16(), stored)), span, begin);
+  if constexpr (kNotes)
+    if (span.changed != nullptr) NoteUnit(hn::Ne(params, hn::LoadU(U16(), stored)), span, begin);
   hn::StoreU(params, U16(), stored);
 }
 
 // The codec of a format, in vectors. A format of masters defines LoadMasters and StoreMasters; a
-// format of moments defines LoadMoments and StoreMoments.
+// format of moments defines LoadMoments and StoreMoments. With kNotes StoreMasters notes which
+// params may change, if the span has a place for that.
 template <Format kFormat>
 struct VectorCodec;
 

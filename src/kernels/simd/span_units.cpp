@@ -89,14 +89,15 @@ void UpdateRange(const UnitKernels& kernels, UpdateUnitsFunction update, const C
 }  // namespace
 
 void UpdateInUnits(const UnitKernels& kernels, const Coefficients& c, const UpdateSpan& span) {
-  if (kernels.at_random == nullptr || !span.rounding.stochastic)
-    return UpdateRange(kernels, kernels.to_nearest, c, span, {span.rounding, 0, 0});
+  const UpdateUnitsFunction at_random = kernels.at_random.Of(span);
+  if (at_random == nullptr || !span.rounding.stochastic)
+    return UpdateRange(kernels, kernels.to_nearest.Of(span), c, span, {span.rounding, 0, 0});
   ForEachIndexRange(span.order, span.count, [&](uint64_t begin, uint64_t count, uint64_t index) {
     UpdateSpan range = Advanced(span, kernels.types, begin);
     range.count = count;
     uint8_t changed[kNotedMost / 8];  // a range may begin within a byte
     if (span.changed != nullptr) range.changed = changed;
-    UpdateRange(kernels, kernels.at_random, c, range,
+    UpdateRange(kernels, at_random, c, range,
                 {span.rounding, CounterOf(span.rounding, index), TweakOf(span.rounding, index)});
     if (span.changed != nullptr) PutBits(changed, count, span.changed, begin);
   });

@@ -19,12 +19,21 @@ struct RangeRounding {
 // Updates elements whose indices are consecutive. Their number is a multiple of the unit.
 using UpdateUnitsFunction = void (*)(Coefficients, UpdateSpan, RangeRounding);
 
+struct UnitsFunctions {
+  UpdateUnitsFunction plain = nullptr;
+  UpdateUnitsFunction noting = nullptr;  // for spans with a place for changes
+
+  UpdateUnitsFunction Of(const UpdateSpan& span) const {
+    return span.changed == nullptr ? plain : noting;
+  }
+};
+
 // The kernels of one rule and types.
 struct UnitKernels {
   SpanTypes types;
   uint64_t unit;  // elements, at most kUnitMost
-  UpdateUnitsFunction to_nearest;
-  UpdateUnitsFunction at_random;  // NULL if nothing is rounded that a step stores
+  UnitsFunctions to_nearest;
+  UnitsFunctions at_random;  // NULL if nothing is rounded that a step stores
 };
 inline constexpr uint64_t kUnitMost = 128;
 

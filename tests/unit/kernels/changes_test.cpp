@@ -7,11 +7,13 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <vector>
 
 #include "../../random.h"
 #include "kernels/convert.h"
+#include "kernels/stochastic_rounding.h"
 
 namespace hybridopt {
 namespace {
@@ -44,6 +46,7 @@ struct Update {
       // Most updates are too small for params of 16 bits, and some change nothing at all.
       grad[i] = random.OneIn(3) ? 0 : static_cast<float>(random.Between(-3e-3, 3e-3));
       if (random.OneIn(20)) grad[i] = 1;
+      if (random.OneIn(50)) grad[i] = std::numeric_limits<float>::quiet_NaN();
     }
     const auto* const from = reinterpret_cast<const std::byte*>(values.data());
     RowOf(master_format).encode(from, count, master.data());
@@ -79,17 +82,21 @@ bool BitAt(const std::vector<uint64_t>& words, uint64_t bit) {
 struct Case {
   int32_t dtype;
   Format master;
+  bool in_rows = false;  // a shard whose rows are rounded at random, each by indices of its own
 };
-constexpr Case kCases[] = {{OFFLOAD_FP32, Format::kFp32},
-                           {OFFLOAD_BF16, Format::kFp32},
-                           {OFFLOAD_FP16, Format::kFp32},
-                           {OFFLOAD_BF16, Format::kSplit},
-                           {OFFLOAD_BF16, Format::kSplit24}};
+constexpr Case kCases[] = {
+    {OFFLOAD_FP32, Format::kFp32},    {OFFLOAD_BF16, Format::kFp32},
+    {OFFLOAD_FP16, Format::kFp32},    {OFFLOAD_BF16, Format::kSplit},
+    {OFFLOAD_BF16, Format::kSplit24}, {OFFLOAD_BF16, Format::kSplit24, true}};
 
 void CheckOne(const KernelTable& table, const Case& one, uint64_t count, uint64_t first_bit,
               uint64_t seed) {
   Random random(seed);
   Update noted(one.dtype, one.master, count, random), plain = noted;
+  if (one.in_rows) {
+    noted.span.rounding = plain.span.rounding = StochasticRounding(seed, 2, 3);
+    noted.span.order = plain.span.order = {7, 37, 100, 5};
+  }
   plain.span.param = plain.param.data();
   plain.span.master = plain.master.data();
   noted.span.param = noted.param.data();
