@@ -11,6 +11,7 @@ import ranks
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import hybridopt
 from hybridopt import abi
@@ -411,6 +412,97 @@ def test_a_write_of_a_gradient_that_hooks_have_taken_is_refused(when):
         each.optimizer.synchronize()
     assert bits(module.weights) == bits(other.weights)
     assert all(torch.equal(weight, torch.full_like(weight, -6.0)) for weight in module.weights)
+
+
+def cleared_on_rank(rank, world):
+    """The shards' gradients are cut from a buffer of the program's, which it clears after the pass."""
+    found = []
+    for hooked in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(fully_shard(nn.Linear(500, 500, bias=False)) for _ in range(4)))
+        optimizer = hybridopt.SGD(model.named_parameters(), lr=0.1, momentum=0.5, threads=1, max_grad_norm=None)
+        if hooked:
+            optimizer.hook_gradients()
+        buffer = torch.zeros(4, 500 // world, 500)
+        for seed in range(2):
+            for param, part in zip(model.parameters(), buffer):
+                param.grad = DTensor.from_local(part, param.device_mesh, param.placements, run_check=False)
+            model(torch.full((2, 500), 1.0 + seed)).square().mean().backward()
+            if hooked:
+                buffer.zero_()
+            optimizer.step()
+            buffer.zero_()
+        found.append(bits([param.to_local() for param in model.parameters()]))
+    assert found[0] == found[1]
+
+
+def test_shards_in_a_buffer_of_the_program_may_be_cleared_too():
+    ranks.run(cleared_on_rank, world=2)
+
+
+def test_hooks_that_are_removed_tell_of_a_write_of_what_they_have_taken():
+    module, held = Weights(overlaps=True), []
+    module.weights[2].register_post_accumulate_grad_hook(lambda weight: held.append(weight.grad))
+    hooks = module.optimizer.hook_gradients()
+    module(1.0).backward()
+    held.pop().zero_()
+    with pytest.raises(abi.InvalidStateError, match=WRITTEN):
+        hooks.remove()
+    module.optimizer.zero_grad()
+    module(1.0).backward()
+    module.optimizer.step()  # the hooks are gone
+    assert held.pop() is module.weights[2].grad
+
+
+@pytest.mark.parametrize("wait", ["reload", "offload"])
+def test_what_hooks_have_taken_may_be_written_when_its_copies_are_done(wait):
+    module, held = Weights(), []
+    optimizer = hybridopt.SGD(module.weights, lr=1.0, threads=1, max_grad_norm=None, movable=("grads",))
+    module.weights[2].register_post_accumulate_grad_hook(lambda weight: held.append(weight.grad))
+    optimizer.hook_gradients()
+    module(1.0).backward()
+    getattr(optimizer, wait)(grads=True)
+    held.pop().zero_()
+    optimizer.step()
+    assert all(torch.equal(weight, torch.full_like(weight, -1.0)) for weight in module.weights)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_a_hook_that_comes_later_may_still_change_a_gradient(is_strided):
+    """Until the hooks send it; also if it has to be rearranged for the library."""
+    weight = nn.Parameter(torch.zeros(6, 4))
+    optimizer = hybridopt.SGD([weight], lr=1.0, threads=1, max_grad_norm=None)
+    optimizer.hook_gradients()
+
+    def triple(weight):
+        weight.grad.mul_(3)
+
+    weight.register_post_accumulate_grad_hook(triple)
+    weight.grad = torch.zeros(4, 6).t() if is_strided else torch.zeros(6, 4)
+    weight.sum().backward()
+    optimizer.step()
+    assert torch.equal(weight, torch.full_like(weight, -3.0))
+
+
+def test_zeros_do_not_come_back_for_a_param_that_is_frozen():
+    module = Weights(micro_batches=1)
+    optimizer = module.optimizer
+    for _ in range(2):
+        module(1.0).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    frozen = module.weights[0]
+    frozen.requires_grad_(False)
+    frozen.grad = None
+    before = bits(module.weights)
+    module(1.0).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    module(1.0).backward()
+    optimizer.step()
+    assert frozen.grad is None and all(not weight.grad.any() for weight in list(module.weights)[1:] if weight.grad is not None)
+    assert bits([frozen]) == before[:1] and bits(module.weights)[1] != before[1]
 
 
 def test_who_clips_without_hooks_or_before_the_last_pass_does_so():

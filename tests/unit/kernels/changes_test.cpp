@@ -139,6 +139,24 @@ TEST(ChangesTest, EachChangedElementHasABitAndNoOtherHas) {
         for (uint64_t first_bit : kFirstBits) CheckOne(*table, one, count, first_bit, ++seed);
 }
 
+// With eps 0 a rule makes NaN of the zeros behind the last element, with which vectors are filled
+// up.
+TEST(ChangesTest, NothingBehindTheLastElementIsNoted) {
+  for (const KernelTable* table : AllTables())
+    for (uint64_t count = 1; count < 40; ++count) {
+      std::vector<float> grad(count, 1.0f), master(count, 1.0f), sum(count, 0.0f);
+      std::vector<uint16_t> param(count, 0x3F80);
+      std::vector<uint64_t> words(2, 0);
+      Coefficients coefficients{};
+      coefficients.grad_factor = coefficients.step_size = 1;
+      const UpdateSpan span{grad.data(), param.data(), master.data(), sum.data(), nullptr, count};
+      UpdateAndNote(*table, Rule::kAdagrad, {OFFLOAD_FP32, OFFLOAD_BF16, {}}, coefficients, span,
+                    {words.data(), 0});
+      EXPECT_EQ(words[0], (uint64_t{1} << count) - 1) << table->isa << ", " << count;
+      EXPECT_EQ(words[1], 0u) << table->isa << ", " << count;
+    }
+}
+
 // Checks that the updates change some elements, but not all.
 TEST(ChangesTest, TheUpdatesOfThisTestChangeSomeElements) {
   Random random(1);

@@ -250,6 +250,7 @@ def zero_gradients(engine: Engine) -> None:
     for slot in engine.bound.had_gradients:
         if gradient_of(slot.param) is None:
             set_gradient(slot.param, like_param(_new_gradient(engine, slot).zero_(), slot.param))
+    engine.bound.had_gradients.clear()  # from now on `grad` tells, which the program may set to None
 
 
 def _new_gradient(engine: Engine, slot: Slot) -> Tensor:

@@ -30,6 +30,7 @@ from ..engine.moves import send_gradients, take_off
 from ..params.bound import Leaving
 from ..params.registered import Slot
 from ..params.taken import Taken, owns_storage, refuse_written, written_of
+from ..params.tensors import local
 from ..steps.under_way import wait_at_end
 from ..traps.clipping import note_taken
 from .micro_batches import MicroBatches, refuse_another_pass
@@ -50,7 +51,15 @@ InFlight = collections.deque[tuple[int, list[Taken]]]
 
 
 class Final(NamedTuple):
-    """A gradient that is final: no later backward pass of this step adds to it."""
+    """A gradient that is final: no later backward pass of this step adds to it. A later hook of the param may still
+    change it, until it is sent."""
+
+    slot: Slot
+    grad: Tensor
+
+
+class Sending(NamedTuple):
+    """A gradient whose batch is sent."""
 
     slot: Slot
     grad: Tensor
@@ -149,15 +158,19 @@ class GradientHooks:
         self._param_hooks.attach(slot.param for slot in engine.slots)
 
     def remove(self) -> None:
-        """Removes the hooks. Gradients on the host stay there for the next step."""
+        """Removes the hooks. Gradients on the host stay there for the next step. Raises at its end if other code has
+        written one since a hook took it."""
         self._param_hooks.remove()
         optimizer = self._optimizer()
         if optimizer is not None and optimizer._hooks is self:
             optimizer._hooks = None
             if optimizer._engine is not None:
                 optimizer._engine.wait()
+        written = self._written or written_of(self.in_flight())
         self._in_flight.clear()
         self.begin_again()
+        if written is not None:
+            refuse_written(written)
 
     def release(self) -> None:
         """Drops all gradients after a step has read them."""
@@ -227,7 +240,7 @@ class GradientHooks:
         if slot is None:  # the param was removed from the optimizer
             return
         self._check(engine, slot, param.grad)
-        self._collect(engine, Final(slot, param.grad, slot.usable_gradient(param.grad)))
+        self._collect(engine, Final(slot, param.grad))
 
     def _check(self, engine: Engine, slot: Slot, grad: Tensor) -> None:
         if not slot.takes_gradient():
@@ -248,7 +261,7 @@ class GradientHooks:
             self._send()
         self._streams[stream] = None
         self._final[final.slot.param] = final
-        self._final_bytes += final.usable.nbytes
+        self._final_bytes += local(final.grad).nbytes
         graph_task = torch._C._current_graph_task_id()
         if (
             graph_task == -1  # FSDP2 reduces the last gradients after the end of the backward pass
@@ -271,7 +284,7 @@ class GradientHooks:
             return
         slot_of = engine.registered.slot_of
         batch = [
-            each
+            Sending(each.slot, each.grad, each.slot.usable_gradient(each.grad))
             for param, each in final
             if param.grad is each.grad and slot_of.get(param) is each.slot
         ]
@@ -288,31 +301,36 @@ class GradientHooks:
             flags = abi.OFFLOAD_MOVE_ACCUMULATE if self._accumulate else 0
             ticket = send_gradients(engine, leaving, flags, streams, hooked=True)
             self._in_flight.append((ticket, [Taken(slot.name, grad) for slot, grad in leaving.items()]))
-            if any(slot.is_plain and not owns_storage(grad) for slot, grad in leaving.items()):
-                engine.await_read(ticket, streams)  # the program may write its buffer after the pass
+            # The program may write its buffer after the pass. On a GPU FSDP2, whose buffers nobody writes, shall not wait.
+            may_wait = [slot for slot in leaving if slot.is_plain or engine.device.type == "cpu"]
+            if any(not owns_storage(leaving[slot]) for slot in may_wait):
+                engine.await_read(ticket, streams)
+                for each in self._in_flight[-1][1]:
+                    each.may_be_written = True
         moved.have_left = True
         take_off(engine, functools.partial(note_taken, optimizer))
 
-    def _stays(self, final: Final) -> bool:
+    def _stays(self, sending: Sending) -> bool:
         """Whether a gradient stays on the device. FSDP2 puts the gradients of one module into one storage, and a
         single gradient that stays would keep the memory of all of them. So they all stay, or all leave. A plain gradient
         that is cut from a buffer leaves, since the buffer may be the program's, which writes it again."""
-        should_stay = bool(self._keep[final.slot.id])
-        if owns_storage(final.usable):
+        should_stay = bool(self._keep[sending.slot.id])
+        if owns_storage(sending.usable):
             return should_stay
-        if final.slot.is_plain:
+        if sending.slot.is_plain:
             return False
-        storage = final.usable.untyped_storage()
+        storage = sending.usable.untyped_storage()
         if storage.data_ptr() != self._storage[0]:
             stays = 2 * self._owed_bytes > storage.nbytes()
             self._storage = (storage.data_ptr(), stays)
             if stays:
                 self._owed_bytes -= storage.nbytes()
         if should_stay:
-            self._owed_bytes += final.usable.nbytes
+            self._owed_bytes += sending.usable.nbytes
         return self._storage[1]
 
     def _forget_final(self) -> None:
+        self._graph_task = -1  # FSDP2 may reduce gradients after the callback of the pass
         self._final.clear()
         self._final_bytes = 0
         self._streams.clear()

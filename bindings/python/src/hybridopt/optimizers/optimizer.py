@@ -459,8 +459,12 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         self._finish()
         if self._engine is not None:
             self._engine.settle()
-            if self._hooks is not None:
-                self._hooks.finish_copies(self._engine)
+            self._finish_copies(self._engine)
+
+    def _finish_copies(self, engine: Engine) -> None:
+        """Waits for the copies of hooks, after which other code may write what they have read."""
+        if self._hooks is not None:
+            self._hooks.finish_copies(engine)
 
     @in_no_mode
     def offload(self, params: bool = False, grads: bool = False, states: bool = False) -> None:
@@ -476,6 +480,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         engine.settle()
         if grads:
             moves.offload_gradients(engine, functools.partial(note_taken, self))
+            self._finish_copies(engine)
         moves.offload(engine, self._state, params, states)
         self._sample("offload")
 
@@ -488,6 +493,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         self._finish_gradients()
         engine = self._ready_engine() if self._engine is None else self._engine
         moves.reload(engine, params, grads, states)
+        self._finish_copies(engine)
         self._note_returned(engine)
         self._sample("reload")
 
