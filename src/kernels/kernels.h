@@ -80,9 +80,10 @@ struct UpdateSpan {
   Rounding rounding = {};
   ElementOrder order = {};  // used if rounding is stochastic
   // The update writes a bit for each element here: bit i % 8 of byte i / 8 is 1 if the param may be
-  // another one than before. Rounded to bf16 a master that is a tie, or NaN, counts as another
-  // param: other code may have rounded the tie the other way. NULL: nothing is noted, and that is
-  // how count may be larger than kNotedMost. Updates on the device note elsewhere.
+  // another one than before. Of params of 16 bits beside masters a NaN, and in bf16 a master that
+  // is a tie, counts as another param: other code may have other bits for the NaN, and may have
+  // rounded the tie the other way. NULL: nothing is noted, and that is how count may be larger than
+  // kNotedMost. Updates on the device note elsewhere.
   uint8_t* changed = nullptr;
 };
 inline constexpr uint64_t kNotedMost = 4096;

@@ -62,9 +62,9 @@ template <int32_t kDtype>
 bool MayDiffer(float old, float now) {
   if constexpr (kDtype == OFFLOAD_FP32)
     return std::bit_cast<uint32_t>(old) != std::bit_cast<uint32_t>(now);
+  if (std::isnan(old + now)) return true;
   if constexpr (kDtype == OFFLOAD_FP16) return Fp32ToFp16(old) != Fp32ToFp16(now);
-  return std::isnan(old + now) || IsTieOfBf16(old) || IsTieOfBf16(now) ||
-         Fp32ToBf16(old) != Fp32ToBf16(now);
+  return IsTieOfBf16(old) || IsTieOfBf16(now) || Fp32ToBf16(old) != Fp32ToBf16(now);
 }
 
 // Sets or clears the bit of an element; the bits of earlier elements have been written.

@@ -8,7 +8,9 @@ import copy
 import gc
 import json
 import math
+import os
 import random
+import stat
 import sys
 import weakref
 
@@ -772,6 +774,74 @@ def test_the_file_is_one_that_safetensors_reads(tmp_path):
     assert torch.equal(tensors["body.weight.values"], change.values)
 
 
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_a_file_has_the_rights_that_the_process_gives_files(mask, tmp_path):
+    _, optimizer, _ = made()
+    before = os.umask(mask)
+    try:
+        optimizer.weight_changes().to_file(tmp_path / "patch")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "patch").stat().st_mode) == 0o666 & ~mask
+
+
+def test_patches_are_on_the_host_whatever_the_default_device(tmp_path):
+    model, optimizer, follower = made()
+    publish(optimizer, follower)
+    trained(model, optimizer, 1)
+    with torch.device("meta"):
+        patch = optimizer.weight_changes(dense_above=1.0)
+        patch.to_file(tmp_path / "patch")
+        read = hybridopt.WeightPatch.from_file(tmp_path / "patch")
+        content = wire_forms._content("", model.body.weight, patch["body.weight"])
+        wire_forms._overwriting("", content, patch["body.weight"])
+        hybridopt.apply_changes(follower, read)
+    assert same(model, follower)
+    assert {change.values.device.type for _, change in read} == {"cpu"}
+
+
+def test_a_follower_made_for_inference_alone_follows():
+    model, optimizer, _ = made()
+    with torch.inference_mode():
+        follower = copy.deepcopy(model)
+        for param in follower.parameters():
+            param.data = torch.zeros_like(param)
+    publish(optimizer, follower)
+    trained(model, optimizer, 1)
+    publish(optimizer, follower)
+    assert same(model, follower)
+
+
+def test_what_is_no_model_or_no_patch_is_refused():
+    model, optimizer, _ = made()
+    with pytest.raises(TypeError, match="patch is a str, expected a WeightPatch; read a file by WeightPatch.from_file"):
+        hybridopt.apply_changes(model, "patch")
+    for wrong in ([("a", model.body.weight)], model.named_parameters()):
+        with pytest.raises(TypeError, match="model is a (list|generator), expected a module, or a dict of tensors by name"):
+            hybridopt.apply_changes(wrong, optimizer.weight_changes())
+
+
+@pytest.mark.parametrize("options", [{}, {"master_layout": "split"}], ids=["fp32", "split"])
+def test_another_tensor_at_the_same_address_counts_as_a_write(options):
+    """The allocator gives the memory of a tensor that has been freed to the next one."""
+    dtype = torch.bfloat16 if options else torch.float32
+    memory = bytearray(b"\1" * 64 * dtype.itemsize)
+    param = nn.Parameter(torch.frombuffer(memory, dtype=dtype))
+    optimizer = hybridopt.AdamW([("param", param)], lr=0.0, track_changes=True, **options)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    follower = {"param": torch.zeros_like(param)}
+    patch = optimizer.weight_changes()
+    hybridopt.apply_changes(follower, patch)
+    patch.acknowledge()
+    del patch
+    other = torch.frombuffer(memory, dtype=dtype)
+    other.add_(2.0)
+    param.data = other
+    hybridopt.apply_changes(follower, optimizer.weight_changes())
+    assert torch.equal(follower["param"], param)
+
+
 def test_a_file_that_is_damaged_or_no_patch_is_refused(tmp_path):
     model, optimizer, follower = made()
     publish(optimizer, follower)
@@ -791,7 +861,7 @@ def test_a_file_that_is_damaged_or_no_patch_is_refused(tmp_path):
         refused(content[:length], "is no patch that can be read")
     flipped = bytearray(content)
     flipped[-1] ^= 0x40
-    refused(bytes(flipped), "the patch is damaged|does not fit together")
+    refused(bytes(flipped), "the patch is damaged, or|does not fit together")
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     header["__metadata__"]["format"] = "another"

@@ -110,10 +110,13 @@ class TileArrays {
         param = Master::Decode(loaded.master.at[i]);
       }
       typename Param::Stored before{};
-      bool may_differ = false;  // other code may have rounded a tie the other way
+      bool may_differ = false;  // other code may have another NaN, or a tie rounded the other way
       if (notes) {
         before = Master::kBesideParam ? loaded.param.at[i] : RoundParam(param);
-        may_differ = kTypes.param_dtype == OFFLOAD_BF16 && !kTiesAway && IsTieOfBf16(param);
+        if constexpr (kTypes.param_dtype != OFFLOAD_FP32 && !Master::kBesideParam)
+          may_differ = param != param;
+        if constexpr (kTypes.param_dtype == OFFLOAD_BF16 && !kTiesAway)
+          may_differ = may_differ || IsTieOfBf16(param);
       }
       if constexpr (kHasMoment0<kRule>) moment0 = Moment0::Decode(loaded.moment0.at[i]);
       if constexpr (kHasMoment1<kRule>) moment1 = Moment1::Decode(loaded.moment1.at[i]);

@@ -234,8 +234,13 @@ HWY_INLINE hn::Mask<U16> MayDiffer(const float* before, Float first, Float secon
                                          MayRoundToOthers<kMayBeNan>(old_second, second));
     return hn::Ne(others, hn::Zero(U16()));
   } else if constexpr (kDtype == OFFLOAD_FP16) {
-    return hn::Ne(Pack<OFFLOAD_FP16, kMayBeNan>(old_first, old_second, {}),
-                  Pack<OFFLOAD_FP16, kMayBeNan>(first, second, {}));
+    const auto differ = hn::Ne(Pack<OFFLOAD_FP16, true>(old_first, old_second, {}),
+                               Pack<OFFLOAD_FP16, true>(first, second, {}));
+    const auto nan = [](Float old, Float now) HWY_ATTR {
+      return hn::VecFromMask(U32(), hn::RebindMask(U32(), hn::IsNaN(hn::Add(old, now))));
+    };
+    const auto both = PackUpper<false>(nan(old_first, first), nan(old_second, second));
+    return hn::Or(differ, hn::Ne(both, hn::Zero(U16())));
   } else {
     const auto differ = [](Float old, Float now) HWY_ATTR {
       const auto mask = hn::Ne(hn::BitCast(U32(), old), hn::BitCast(U32(), now));

@@ -112,9 +112,11 @@ void CheckOne(const KernelTable& table, const Case& one, uint64_t count, uint64_
                             " elements from bit " + std::to_string(first_bit);
   ASSERT_TRUE(noted.param == plain.param && noted.master == plain.master) << where;
   const uint64_t bytes = DtypeBytes(one.dtype);
-  // Ties and NaN count as changed where masters are rounded to bf16.
-  const bool rounds = one.dtype == OFFLOAD_BF16 && !RowOf(one.master).beside_param;
-  const auto is_special = [&](float value) { return std::isnan(value) || IsTieOfBf16(value); };
+  // NaN and the ties of bf16 count as changed where masters are rounded to 16 bits.
+  const bool rounds = one.dtype != OFFLOAD_FP32 && !RowOf(one.master).beside_param;
+  const auto is_special = [&](float value) {
+    return std::isnan(value) || (one.dtype == OFFLOAD_BF16 && IsTieOfBf16(value));
+  };
   for (uint64_t bit = 0; bit < kWords * 64; ++bit) {
     const bool inside = bit >= first_bit && bit < first_bit + count;
     const uint64_t at = (bit - first_bit) * bytes;
@@ -188,6 +190,27 @@ TEST(ChangesTest, AMasterThatIsATieCountsAsChanged) {
     EXPECT_EQ(words[0], 0u) << table->isa;
     EXPECT_EQ(words[1], uint64_t{1} << 6) << table->isa;
   }
+}
+
+// Other code may have stored a NaN with other bits than those to which the master is rounded.
+TEST(ChangesTest, NanCountsAsChanged) {
+  for (const KernelTable* table : AllTables())
+    for (const int32_t dtype : {int32_t{OFFLOAD_BF16}, int32_t{OFFLOAD_FP16}}) {
+      std::vector<float> grad(100, 0.0f), master(100, 1.0f);
+      const bool bf16 = dtype == OFFLOAD_BF16;
+      std::vector<uint16_t> param(100, bf16 ? Fp32ToBf16(1) : Fp32ToFp16(1));
+      master[70] = master[98] = std::numeric_limits<float>::quiet_NaN();
+      param[70] = param[98] = bf16 ? 0x7F81 : 0x7C01;  // signalling
+      std::vector<uint64_t> words(2, 0);
+      Coefficients coefficients{};
+      coefficients.grad_factor = coefficients.step_size = 1;
+      const UpdateSpan span{grad.data(), param.data(), master.data(), nullptr, nullptr, 100};
+      UpdateAndNote(*table, Rule::kSgdPlain, {OFFLOAD_FP32, dtype, {}}, coefficients, span,
+                    {words.data(), 0});
+      EXPECT_NE(param[70], bf16 ? 0x7F81 : 0x7C01) << table->isa;
+      EXPECT_EQ(words[0], 0u) << table->isa;
+      EXPECT_EQ(words[1], uint64_t{1} << 6 | uint64_t{1} << 34) << table->isa;
+    }
 }
 
 TEST(ChangesTest, FollowingNotesWhatOtherCodeHasWritten) {

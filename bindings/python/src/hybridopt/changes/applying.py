@@ -20,19 +20,24 @@ def apply_changes(model: nn.Module | Mapping[str, Tensor], patch: WeightPatch) -
     patch on a wrong base, or one that was damaged on its way, raises a ValueError and leaves the model as it is. A
     patch may be applied twice, and one that has more changes than needed fits too."""
     tensors = tensors_of(model)
+    if not isinstance(patch, WeightPatch):
+        raise TypeError(f"patch is a {type(patch).__name__}, expected a WeightPatch; read a file by WeightPatch.from_file(path)")
     targets = {}
     for name, change in patch:
         targets[name] = target_of(tensors, name, change)
         _check_result(name, targets[name], change)
-    with torch.no_grad():
-        for name, change in patch:
+    for name, change in patch:
+        target = targets[name]
+        with torch.inference_mode() if target.is_inference() else torch.no_grad():
             if change.values.numel() > 0:
-                targets[name].copy_(change.applied_to(targets[name]))
+                target.copy_(change.applied_to(target))
 
 
 def tensors_of(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if isinstance(model, nn.Module):
         return dict(model.named_parameters(remove_duplicate=False))
+    if not isinstance(model, Mapping):
+        raise TypeError(f"model is a {type(model).__name__}, expected a module, or a dict of tensors by name")
     return model
 
 
@@ -64,6 +69,7 @@ def _check_result(name: str, target: Tensor, change: WeightChange) -> None:
             "(mark_weights_changed())"
         )
     raise ValueError(
-        f"the patch is damaged: with it parameter {name!r} has the hash {found:016x}, expected {change.hash:016x}; send "
-        "it again"
+        f"with the patch parameter {name!r} has the hash {found:016x}, expected {change.hash:016x}: the patch is damaged, or "
+        "other code of the trainer has written the parameter without a trace (through .data) since the patch before; send it "
+        "again, or call mark_weights_changed() in the trainer, whose next patch has all of it"
     )

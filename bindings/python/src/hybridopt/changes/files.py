@@ -93,6 +93,7 @@ def write_whole(path: str | os.PathLike[str], content: Iterable[bytes]) -> None:
     number, pending = tempfile.mkstemp(prefix=f".{base}.", dir=folder)
     try:
         with os.fdopen(number, "wb") as file:
+            os.fchmod(number, 0o666 & ~_umask())  # mkstemp gives rights to this user alone
             file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
@@ -101,6 +102,13 @@ def write_whole(path: str | os.PathLike[str], content: Iterable[bytes]) -> None:
         with contextlib.suppress(OSError):
             os.unlink(pending)
         raise
+
+
+def _umask() -> int:
+    """Linux tells the mask of the process; os.umask() tells it only by a change, which other threads would see."""
+    with open("/proc/self/status") as status:
+        found = next((line.split()[1] for line in status if line.startswith("Umask:")), "022")
+    return int(found, 8)
 
 
 def bytes_of(tensor: Tensor) -> bytes:
@@ -136,7 +144,7 @@ def _tensor(content: bytearray, data: int, row: dict[str, Any]) -> Tensor:
     if not 0 <= begin <= end <= len(content) - data or (end - begin) != count * dtype.itemsize:
         raise KeyError(f"bytes {begin} to {end} for {row['dtype']} of shape {shape}")
     if count == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     # The bytes are not aligned in the file.
     part = torch.frombuffer(content, dtype=torch.uint8, count=end - begin, offset=data + begin)
     return part.clone().view(dtype).view(shape)

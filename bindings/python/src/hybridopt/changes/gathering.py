@@ -69,7 +69,7 @@ def _whole(name: str, changes: list[WeightChange]) -> WeightChange:
         )
     indices, values = [], []
     for change, part in pairs:
-        own = torch.arange(part.count) if change.indices is None else change.indices
+        own = torch.arange(part.count, device=change.values.device) if change.indices is None else change.indices
         indices.append(part.in_tensor(own))
         values.append(change.values.reshape(-1))
     order = torch.argsort(torch.cat(indices))

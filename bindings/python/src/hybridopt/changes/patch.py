@@ -142,5 +142,5 @@ def hash_of(tensor: Tensor) -> int:
 
 
 def hash_of_hashes(hashes: list[int]) -> int:
-    words = torch.tensor([word - (1 << 64) if word >> 63 else word for word in hashes], dtype=torch.int64)
+    words = torch.tensor([word - (1 << 64) if word >> 63 else word for word in hashes], dtype=torch.int64, device="cpu")
     return hash_of(words)

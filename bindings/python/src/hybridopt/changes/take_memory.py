@@ -27,7 +27,7 @@ class TakeMemory:
         memory = self._memory
         is_free = self._lent is None or self._lent() is None
         if memory is None or not is_free or not least <= memory.numel() <= 4 * least:
-            memory = torch.empty(least + least // 2, dtype=torch.uint8)  # what nobody writes costs nothing
+            memory = torch.empty(least + least // 2, dtype=torch.uint8, device="cpu")  # what nobody writes costs nothing
         loan = Loan(memory)
         self._memory, self._lent = memory, weakref.ref(loan)
         return loan

@@ -181,14 +181,14 @@ def _content(name: str, tensor: Tensor, change: WeightChange) -> Tensor:
 def _overwriting(name: str, content: Tensor, change: WeightChange) -> bytes:
     """How many bytes change, which, and their new values."""
     size = change.values.element_size()
-    elements = torch.arange(content.numel() // size) if change.indices is None else change.indices.cpu()
+    elements = torch.arange(content.numel() // size, device="cpu") if change.indices is None else change.indices.cpu()
     if content.numel() >= 1 << 32:
         raise ValueError(
             f"parameter {name!r} has {content.numel()} bytes, and slime's form counts them in 32 bits; send all "
             "weights as a checkpoint"
         )
-    places = (elements[:, None] * size + torch.arange(size)).reshape(-1)
-    numbers = torch.cat([torch.tensor([places.numel()]), places]).numpy().astype("<u4")
+    places = (elements[:, None] * size + torch.arange(size, device="cpu")).reshape(-1)
+    numbers = torch.cat([torch.tensor([places.numel()], device="cpu"), places]).numpy().astype("<u4")
     return numbers.tobytes() + files.bytes_of(content[places])
 
 

@@ -29,7 +29,7 @@ from ..state.state_memory import StateMemory
 from ..steps.history import History
 from ..steps.queued import Steps
 from ..steps.under_way import Keeper, UnderWay
-from ..sync.in_sync import in_sync_of
+from ..sync.in_sync import Seen, in_sync_of
 from ..sync.masters import Masters
 
 _PATIENCE_NS = 10_000_000_000  # with work that has been queued when an exception comes
@@ -74,7 +74,7 @@ class Engine:
         is_tracked = bool(options.get("track_changes", 0))
         self._unwatched = [s for s in self.slots if is_tracked and s.count > 0 and not s.has_master]
         self._is_tracked = is_tracked
-        self._seen_versions: list[int] = []
+        self._seen: list[Seen] = []
         self.take_memory = TakeMemory()
         # Returns the plan for another device fraction.
         self.plan_of: Callable[[float], abi.offload_plan_t] | None = None
@@ -404,17 +404,19 @@ class Engine:
 
     def see_versions(self) -> None:
         """Notes the versions of params that this engine or the library has written."""
-        self._seen_versions = [version_of(local(slot.param)) for slot in self._unwatched]
+        self._seen = self._look_at_unwatched()
+
+    def _look_at_unwatched(self) -> list[Seen]:
+        return [Seen(local(slot.param)) for slot in self._unwatched]
 
     def _mark_unseen(self) -> None:
         """Tells the library of params that other code has written in place and that have no master apart from them.
         It sees the others itself, when their masters follow."""
-        now = [version_of(local(slot.param)) for slot in self._unwatched]
-        both = zip(self._unwatched, now, self._seen_versions)
-        written = [slot.id for slot, version, seen in both if version != seen]
+        now = self._look_at_unwatched()
+        written = [slot.id for slot, seen, before in zip(self._unwatched, now, self._seen) if seen.differs_from(before)]
         if written:
             self.handle.mark_changed(written)
-            self._seen_versions = now
+            self._seen = now
 
     def mark_changed(self) -> None:
         """Treats all params as changed, if changes are tracked."""

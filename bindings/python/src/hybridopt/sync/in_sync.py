@@ -6,13 +6,25 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..params.bound import Addresses
 from ..params.registered import Slot
-from ..params.tensors import local
+from ..params.tensors import local, version_of
 from .samples import Samples
+
+
+class Seen:
+    """What tells of a write of a param in memory whose content is not compared: how often torch has written it in place, and
+    its storage. Another storage may be at the same address, once that before has been freed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._version = version_of(tensor)
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+
+    def differs_from(self, before: Seen) -> bool:
+        return self._version != before._version or self._storage != before._storage or before._storage.expired()
 
 
 class InSync(Protocol):
