@@ -300,15 +300,20 @@ class GradientHooks:
         if leaving:
             flags = abi.OFFLOAD_MOVE_ACCUMULATE if self._accumulate else 0
             ticket = send_gradients(engine, leaving, flags, streams, hooked=True)
-            self._in_flight.append((ticket, [Taken(slot.name, grad) for slot, grad in leaving.items()]))
-            # The program may write its buffer after the pass. On a GPU FSDP2, whose buffers nobody writes, shall not wait.
-            may_wait = [slot for slot in leaving if slot.is_plain or engine.device.type == "cpu"]
-            if any(not owns_storage(leaving[slot]) for slot in may_wait):
+            sent = [Taken(slot.name, grad) for slot, grad in leaving.items()]
+            self._in_flight.append((ticket, sent))
+            if self._may_be_of_program(engine, leaving):
                 engine.await_read(ticket, streams)
-                for each in self._in_flight[-1][1]:
+                for each in sent:
                     each.may_be_written = True
         moved.have_left = True
         take_off(engine, functools.partial(note_taken, optimizer))
+
+    def _may_be_of_program(self, engine: Engine, leaving: dict[Slot, Tensor]) -> bool:
+        """Whether one of these gradients may be cut from a buffer that the program writes after the pass. On a GPU those of
+        FSDP2, whose buffers nobody writes, shall not wait."""
+        on_cpu = engine.device.type == "cpu"
+        return any((on_cpu or slot.is_plain) and not owns_storage(grad) for slot, grad in leaving.items())
 
     def _stays(self, sending: Sending) -> bool:
         """Whether a gradient stays on the device. FSDP2 puts the gradients of one module into one storage, and a
