@@ -1020,9 +1020,9 @@ OFFLOAD_API int32_t offload_optimizer_set_step_count(offload_optimizer_t optimiz
  * another address. In host memory a refresh, and a step with OFFLOAD_STEP_FOLLOW_PARAMS, note what
  * other code has written element by element. The library cannot see other writes: through a view of
  * offload_optimizer_state, to a param that is its own master or one half of it, or before a step
- * without OFFLOAD_STEP_FOLLOW_PARAMS. Tell it with offload_optimizer_mark_changed, and where the param
- * has a master apart with offload_optimizer_refresh_masters instead, or the next step brings the old
- * value back; if that is forgotten, the hash of the follower differs. */
+ * without OFFLOAD_STEP_FOLLOW_PARAMS. Tell it with offload_optimizer_mark_changed, and where the
+ * param has a master apart with offload_optimizer_refresh_masters instead, or the next step brings
+ * the old value back; if that is forgotten, the hash of the follower differs. */
 
 enum offload_changes_flag {
   OFFLOAD_CHANGES_IN_TENSOR = 1, /* indices count in the whole tensor, row by row; without it in
