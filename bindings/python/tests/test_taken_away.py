@@ -381,7 +381,7 @@ def test_gradients_in_a_buffer_of_the_program_may_be_cleared_after_the_pass(over
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("when", ["before the step", "during the step", "before a later pass"])
+@pytest.mark.parametrize("when", ["before the step", "during the step", "during it, behind zero_grad", "before a later pass"])
 def test_a_write_of_a_gradient_that_hooks_have_taken_is_refused(when):
     (module, other), held = (Weights(overlaps=True, accumulate=when == "before a later pass") for _ in range(2)), []
     for each in (module, other):
@@ -389,15 +389,18 @@ def test_a_write_of_a_gradient_that_hooks_have_taken_is_refused(when):
         each.optimizer._hooks._param_hooks.remove()  # so that the hooks come in the order of this test
         each.optimizer._hooks.attach(each.optimizer._ready_engine())
     module(1.0).backward()
-    if when == "during the step":
+    is_under_way = when.startswith("during")
+    if is_under_way:
         module.optimizer.step()
+    if when == "during it, behind zero_grad":
+        module.optimizer.zero_grad()
     held.pop().zero_()
     if when == "before a later pass":
         module(1.0).backward()
-    text = "the gradient of parameter '2' was written in place while a step read it" if when == "during the step" else WRITTEN
+    text = "the gradient of parameter '2' was written in place while a step read it" if is_under_way else WRITTEN
     with pytest.raises(abi.InvalidStateError, match=text):
-        module.optimizer.synchronize() if when == "during the step" else module.optimizer.step()
-    if when == "during the step":
+        module.optimizer.synchronize() if is_under_way else module.optimizer.step()
+    if is_under_way:
         return
     module.optimizer.zero_grad()
     held.clear()

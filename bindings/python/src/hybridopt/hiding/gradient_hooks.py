@@ -166,11 +166,10 @@ class GradientHooks:
             optimizer._hooks = None
             if optimizer._engine is not None:
                 optimizer._engine.wait()
-        written = self._written or written_of(self.in_flight())
-        self._in_flight.clear()
-        self.begin_again()
-        if written is not None:
-            refuse_written(written)
+        try:
+            self.refuse_written()
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Drops all gradients after a step has read them."""
@@ -178,8 +177,8 @@ class GradientHooks:
         self.begin_again()
 
     def drop(self) -> None:
-        """Starts the step again: its gradients are dropped, and other code may write them."""
-        for each in self.in_flight():
+        """Starts the step again: its gradients are dropped, and other code may write them. Those of a step under way stay."""
+        for each in self.in_flight() if self._begun else ():
             each.may_be_written = True
         self.begin_again()
 
