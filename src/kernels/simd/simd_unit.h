@@ -224,6 +224,12 @@ HWY_INLINE hn::Vec<U32> MayRoundToOthers(Float old, Float now) {
   return UnlessNan<kMayBeNan>(hn::Add(old, now), hn::Set(U32(), 0xFFFFFFFF), others);
 }
 
+// A mask of 16-bit lanes for two vectors of 32-bit lanes.
+HWY_INLINE hn::Mask<U16> MaskOfUnit(hn::Mask<U32> first, hn::Mask<U32> second) {
+  const auto both = PackUpper<false>(hn::VecFromMask(U32(), first), hn::VecFromMask(U32(), second));
+  return hn::Ne(both, hn::Zero(U16()));
+}
+
 // Which params of a unit may be others if their masters, now at `before`, change to these. Without
 // kMayBeNan neither is NaN.
 template <int32_t kDtype, bool kMayBeNan>
@@ -236,18 +242,12 @@ HWY_INLINE hn::Mask<U16> MayDiffer(const float* before, Float first, Float secon
   } else if constexpr (kDtype == OFFLOAD_FP16) {
     const auto differ = hn::Ne(Pack<OFFLOAD_FP16, true>(old_first, old_second, {}),
                                Pack<OFFLOAD_FP16, true>(first, second, {}));
-    const auto nan = [](Float old, Float now) HWY_ATTR {
-      return hn::VecFromMask(U32(), hn::RebindMask(U32(), hn::IsNaN(hn::Add(old, now))));
-    };
-    const auto both = PackUpper<false>(nan(old_first, first), nan(old_second, second));
-    return hn::Or(differ, hn::Ne(both, hn::Zero(U16())));
+    const auto nan = [](Float old, Float now)
+                         HWY_ATTR { return hn::RebindMask(U32(), hn::IsNaN(hn::Add(old, now))); };
+    return hn::Or(differ, MaskOfUnit(nan(old_first, first), nan(old_second, second)));
   } else {
-    const auto differ = [](Float old, Float now) HWY_ATTR {
-      const auto mask = hn::Ne(hn::BitCast(U32(), old), hn::BitCast(U32(), now));
-      return hn::VecFromMask(U32(), mask);
-    };
-    const auto both = PackUpper<false>(differ(old_first, first), differ(old_second, second));
-    return hn::Ne(both, hn::Zero(U16()));
+    return MaskOfUnit(hn::Ne(hn::BitCast(U32(), old_first), hn::BitCast(U32(), first)),
+                      hn::Ne(hn::BitCast(U32(), old_second), hn::BitCast(U32(), second)));
   }
 }
 
