@@ -141,6 +141,16 @@ TEST(ChangesTest, EachChangedElementHasABitAndNoOtherHas) {
         for (uint64_t first_bit : kFirstBits) CheckOne(*table, one, count, first_bit, ++seed);
 }
 
+// The bits of an update with a learning rate of 1, from a place of their own.
+std::vector<uint64_t> BitsOf(const KernelTable& table, Rule rule, int32_t dtype,
+                             const UpdateSpan& span) {
+  std::vector<uint64_t> words(2, 0);
+  Coefficients coefficients{};
+  coefficients.grad_factor = coefficients.step_size = 1;
+  UpdateAndNote(table, rule, {OFFLOAD_FP32, dtype, {}}, coefficients, span, {words.data(), 0});
+  return words;
+}
+
 // With eps 0 a rule makes NaN of the zeros behind the last element, with which vectors are filled
 // up.
 TEST(ChangesTest, NothingBehindTheLastElementIsNoted) {
@@ -148,12 +158,8 @@ TEST(ChangesTest, NothingBehindTheLastElementIsNoted) {
     for (uint64_t count = 1; count < 40; ++count) {
       std::vector<float> grad(count, 1.0f), master(count, 1.0f), sum(count, 0.0f);
       std::vector<uint16_t> param(count, 0x3F80);
-      std::vector<uint64_t> words(2, 0);
-      Coefficients coefficients{};
-      coefficients.grad_factor = coefficients.step_size = 1;
       const UpdateSpan span{grad.data(), param.data(), master.data(), sum.data(), nullptr, count};
-      UpdateAndNote(*table, Rule::kAdagrad, {OFFLOAD_FP32, OFFLOAD_BF16, {}}, coefficients, span,
-                    {words.data(), 0});
+      const std::vector<uint64_t> words = BitsOf(*table, Rule::kAdagrad, OFFLOAD_BF16, span);
       EXPECT_EQ(words[0], (uint64_t{1} << count) - 1) << table->isa << ", " << count;
       EXPECT_EQ(words[1], 0u) << table->isa << ", " << count;
     }
@@ -180,12 +186,8 @@ TEST(ChangesTest, AMasterThatIsATieCountsAsChanged) {
     std::vector<uint16_t> param(100, 0x3F80);
     master[70] = std::bit_cast<float>(0x3F808000u);
     param[70] = 0x3F81;
-    std::vector<uint64_t> words(2, 0);
-    Coefficients coefficients{};
-    coefficients.grad_factor = coefficients.step_size = 1;
     const UpdateSpan span{grad.data(), param.data(), master.data(), nullptr, nullptr, 100};
-    UpdateAndNote(*table, Rule::kSgdPlain, {OFFLOAD_FP32, OFFLOAD_BF16, {}}, coefficients, span,
-                  {words.data(), 0});
+    const std::vector<uint64_t> words = BitsOf(*table, Rule::kSgdPlain, OFFLOAD_BF16, span);
     EXPECT_EQ(param[70], 0x3F80) << table->isa;
     EXPECT_EQ(words[0], 0u) << table->isa;
     EXPECT_EQ(words[1], uint64_t{1} << 6) << table->isa;
@@ -201,12 +203,8 @@ TEST(ChangesTest, NanCountsAsChanged) {
       std::vector<uint16_t> param(100, bf16 ? Fp32ToBf16(1) : Fp32ToFp16(1));
       master[70] = master[98] = std::numeric_limits<float>::quiet_NaN();
       param[70] = param[98] = bf16 ? 0x7F81 : 0x7C01;  // signalling
-      std::vector<uint64_t> words(2, 0);
-      Coefficients coefficients{};
-      coefficients.grad_factor = coefficients.step_size = 1;
       const UpdateSpan span{grad.data(), param.data(), master.data(), nullptr, nullptr, 100};
-      UpdateAndNote(*table, Rule::kSgdPlain, {OFFLOAD_FP32, dtype, {}}, coefficients, span,
-                    {words.data(), 0});
+      const std::vector<uint64_t> words = BitsOf(*table, Rule::kSgdPlain, dtype, span);
       EXPECT_NE(param[70], bf16 ? 0x7F81 : 0x7C01) << table->isa;
       EXPECT_EQ(words[0], 0u) << table->isa;
       EXPECT_EQ(words[1], uint64_t{1} << 6 | uint64_t{1} << 34) << table->isa;
