@@ -153,7 +153,7 @@ Status SimExecutor::Apply(const sim::FollowParams& follow) const {
   HYBRIDOPT_ASSIGN(const void* params,
                    LocateArray("params", follow.params, follow.dtype, follow.count));
   HYBRIDOPT_ASSIGN(float* masters, Locate("masters", follow.masters, follow.count));
-  kernels_.FollowParams(follow.dtype)(params, follow.count, masters);
+  kernels_.FollowParams(follow.dtype)(params, follow.count, masters, nullptr);
   return Status();
 }
 

@@ -110,13 +110,17 @@ HYBRIDOPT_EVERYWHERE inline bool IsTieOfBf16(float value) {
   return (std::bit_cast<uint32_t>(value) & 0xFFFF) == 0x8000;
 }
 
-// One element of FollowParamsFunction (kernels.h), for dtypes of 16 bits.
+// One element of FollowParamsFunction (kernels.h).
 template <int32_t kDtype>
-HYBRIDOPT_EVERYWHERE void FollowParam(uint16_t param, float* master) {
-  bool is_rounded = Element<kDtype>::Round(*master) == param;
-  if constexpr (kDtype == OFFLOAD_BF16)
-    is_rounded = is_rounded || Fp32ToBf16TiesAway(*master) == param;
-  if (!is_rounded) *master = Element<kDtype>::Widen(param);
+HYBRIDOPT_EVERYWHERE void FollowParam(typename Element<kDtype>::Stored param, float* master) {
+  if constexpr (kDtype == OFFLOAD_FP32) {
+    *master = param;
+  } else {
+    bool is_rounded = Element<kDtype>::Round(*master) == param;
+    if constexpr (kDtype == OFFLOAD_BF16)
+      is_rounded = is_rounded || Fp32ToBf16TiesAway(*master) == param;
+    if (!is_rounded) *master = Element<kDtype>::Widen(param);
+  }
 }
 
 }  // namespace hybridopt

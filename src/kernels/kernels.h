@@ -137,18 +137,14 @@ using AccumulateFunction = void (*)(const void* grad, uint64_t count, float* sum
 
 // Makes a master equal to its param, unless the param has the bits of the rounded master; then the
 // master keeps all its bits. A bf16 param may have been rounded with ties to even or away from
-// zero, because masters may come from another layout. An fp32 param is copied.
-using FollowParamsFunction = void (*)(const void* param, uint64_t count, float* master);
+// zero, because masters may come from another layout. An fp32 param is copied. Writes to `changed`,
+// if it is not NULL, which params may be other ones than before, as UpdateSpan::changed says.
+using FollowParamsFunction = void (*)(const void* param, uint64_t count, float* master,
+                                      uint8_t* changed);
 
 // Copies bytes that will not be read soon, past the caches: writes whole cache lines without
 // reading them first.
 using CopyPastCachesFunction = void (*)(void* to, const void* from, uint64_t bytes);
-
-// Sets bit i of `bits` if param i may be another one than before, else clears it, as
-// UpdateSpan::changed says; `before` and `after` have its masters. Writes whole words, and up to 8
-// bytes behind them.
-using FindChangesFunction = void (*)(const float* before, const float* after, uint64_t count,
-                                     uint64_t* bits);
 
 // Computes one tile of a product (matrix/product.h).
 struct MatrixProduct;
@@ -189,7 +185,6 @@ struct KernelTable {
   AccumulateFunction accumulate[kDtypeCount];
   FollowParamsFunction follow_params[kDtypeCount];
   CopyPastCachesFunction copy_past_caches;
-  FindChangesFunction find_changes[kDtypeCount];  // by the params' dtype
   MultiplyTileFunction multiply_tile;
 
   UpdateFunction Update(Rule rule, int32_t grad_dtype, int32_t param_dtype) const {
@@ -200,9 +195,6 @@ struct KernelTable {
   ToFp32Function ToFp32(int32_t dtype) const { return to_fp32[dtype - 1]; }
   AccumulateFunction Accumulate(int32_t dtype) const { return accumulate[dtype - 1]; }
   FollowParamsFunction FollowParams(int32_t dtype) const { return follow_params[dtype - 1]; }
-  FindChangesFunction FindChanges(int32_t param_dtype) const {
-    return find_changes[param_dtype - 1];
-  }
 };
 
 // The scalar specification (kernels/reference.cpp).

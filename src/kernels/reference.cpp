@@ -68,9 +68,9 @@ bool MayDiffer(float old, float now) {
 }
 
 // Sets or clears the bit of an element; the bits of earlier elements have been written.
-void Note(const UpdateSpan& span, uint64_t i, bool changed) {
-  if (i % 8 == 0) span.changed[i / 8] = 0;
-  span.changed[i / 8] |= static_cast<uint8_t>(changed << (i % 8));
+void Note(uint8_t* bits, uint64_t i, bool changed) {
+  if (i % 8 == 0) bits[i / 8] = 0;
+  bits[i / 8] |= static_cast<uint8_t>(changed << (i % 8));
 }
 
 // Reads and stores the master and the param that it is rounded to.
@@ -96,9 +96,9 @@ struct Weights {
     auto& stored_param = static_cast<typename Param::Stored*>(span.param)[i];
     if (span.changed != nullptr) {
       if constexpr (Master::kBesideParam)
-        Note(span, i, stored_param != param);
+        Note(span.changed, i, stored_param != param);
       else
-        Note(span, i, MayDiffer<kParamDtype>(Load(span, i), kept));
+        Note(span.changed, i, MayDiffer<kParamDtype>(Load(span, i), kept));
     }
     static_cast<Stored*>(span.master)[i] = Master::Encode(kept);
     stored_param = param;
@@ -161,21 +161,17 @@ struct Kernels {
   }
 
   template <int32_t kDtype>
-  static void FollowParams(const void* param, uint64_t count, float* master) {
-    const auto* elements = static_cast<const uint16_t*>(param);
-    for (uint64_t i = 0; i < count; ++i) FollowParam<kDtype>(elements[i], &master[i]);
+  static void FollowParams(const void* param, uint64_t count, float* master, uint8_t* changed) {
+    const auto* elements = static_cast<const typename Element<kDtype>::Stored*>(param);
+    for (uint64_t i = 0; i < count; ++i) {
+      const float before = master[i];
+      FollowParam<kDtype>(elements[i], &master[i]);
+      if (changed != nullptr) Note(changed, i, MayDiffer<kDtype>(before, master[i]));
+    }
   }
 
   static void MultiplyTile(const MatrixProduct& product, uint64_t tile) {
     hybridopt::MultiplyTile(product, tile);
-  }
-
-  template <int32_t kDtype>
-  static void FindChanges(const float* before, const float* after, uint64_t count, uint64_t* bits) {
-    for (uint64_t i = 0; i < count; ++i) {
-      if (i % 64 == 0) bits[i / 64] = 0;
-      bits[i / 64] |= uint64_t{MayDiffer<kDtype>(before[i], after[i])} << (i % 64);
-    }
   }
 };
 

@@ -95,16 +95,12 @@ constexpr void FillDtype(KernelTable& table) {
   table.sum_squares[kDtype - 1] = Kernels::template SumSquares<kDtype>;
   table.to_fp32[kDtype - 1] = Kernels::template ToFp32<kDtype>;
   table.accumulate[kDtype - 1] = Kernels::template Accumulate<kDtype>;
-  if constexpr (kDtype == OFFLOAD_FP32)
-    table.follow_params[kDtype - 1] = Kernels::template ToFp32<kDtype>;
-  else
-    table.follow_params[kDtype - 1] = Kernels::template FollowParams<kDtype>;
-  table.find_changes[kDtype - 1] = Kernels::template FindChanges<kDtype>;
+  table.follow_params[kDtype - 1] = Kernels::template FollowParams<kDtype>;
 }
 
 // Kernels has the static member templates Update<rule, types>, SumSquares<dtype>, ToFp32<dtype>,
-// Accumulate<dtype>, FollowParams<dtype of 16 bits> and FindChanges<dtype>, and the functions
-// Publish, CopyPastCaches and MultiplyTile.
+// Accumulate<dtype> and FollowParams<dtype>, and the functions Publish, CopyPastCaches and
+// MultiplyTile.
 template <typename Kernels>
 constexpr KernelTable MakeTable(const char* isa) {
   KernelTable table = {};

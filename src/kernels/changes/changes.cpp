@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
-#include <cstring>
 
 namespace hybridopt {
 namespace {
@@ -26,6 +25,19 @@ void SetBits(const uint64_t* bits, uint64_t count, const NotedBits& noted) {
   }
 }
 
+// Calls write(begin, count, bits) for one part of `count` elements after the other, and sets the
+// bits that it has written.
+template <typename Write>
+void NoteInParts(uint64_t count, const NotedBits& noted, Write&& write) {
+  for (uint64_t done = 0; done < count; done += kNotedMost) {
+    const uint64_t now = std::min(count - done, kNotedMost);
+    uint64_t bits[NotedWords(kNotedMost)];
+    bits[NotedWords(now) - 1] = 0;  // `write` may write a part of the last word
+    write(done, now, reinterpret_cast<uint8_t*>(bits));
+    SetBits(bits, now, noted.From(done));
+  }
+}
+
 }  // namespace
 
 void UpdateAndNote(const KernelTable& kernels, Rule rule, const SpanTypes& types,
@@ -33,32 +45,22 @@ void UpdateAndNote(const KernelTable& kernels, Rule rule, const SpanTypes& types
                    const NotedBits& noted) {
   const UpdateFunction update = kernels.Update(rule, types);
   if (noted.words == nullptr) return update(coefficients, span);
-  for (uint64_t done = 0; done < span.count; done += kNotedMost) {
-    UpdateSpan now = Advanced(span, types, done);
-    now.count = std::min(span.count - done, kNotedMost);
-    uint64_t bits[NotedWords(kNotedMost)];
-    bits[NotedWords(now.count) - 1] = 0;  // the update may write a part of the last word
-    now.changed = reinterpret_cast<uint8_t*>(bits);
-    update(coefficients, now);
-    SetBits(bits, now.count, noted.From(done));
-  }
+  NoteInParts(span.count, noted, [&](uint64_t begin, uint64_t count, uint8_t* bits) {
+    UpdateSpan part = Advanced(span, types, begin);
+    part.count = count;
+    part.changed = bits;
+    update(coefficients, part);
+  });
 }
 
 void FollowAndNote(const KernelTable& kernels, int32_t dtype, const void* params, uint64_t count,
                    float* masters, const NotedBits& noted) {
-  const auto follow = kernels.FollowParams(dtype);
-  if (noted.words == nullptr) return follow(params, count, masters);
-  const FindChangesFunction find_changes = kernels.FindChanges(dtype);
-  constexpr uint64_t kPart = 512;  // masters that stay in the first cache
-  for (uint64_t done = 0; done < count; done += kPart) {
-    const uint64_t now = std::min(count - done, kPart);
-    alignas(64) float before[kPart];
-    uint64_t bits[NotedWords(kPart) + 1];
-    std::memcpy(before, masters + done, now * sizeof(float));
-    follow(static_cast<const std::byte*>(params) + done * DtypeBytes(dtype), now, masters + done);
-    find_changes(before, masters + done, now, bits);
-    SetBits(bits, now, noted.From(done));
-  }
+  const FollowParamsFunction follow = kernels.FollowParams(dtype);
+  if (noted.words == nullptr) return follow(params, count, masters, nullptr);
+  NoteInParts(count, noted, [&](uint64_t begin, uint64_t now, uint8_t* bits) {
+    follow(static_cast<const std::byte*>(params) + begin * DtypeBytes(dtype), now, masters + begin,
+           bits);
+  });
 }
 
 }  // namespace hybridopt

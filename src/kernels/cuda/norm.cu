@@ -166,10 +166,7 @@ __global__ void FollowParams(const void* params, uint64_t count, float* masters)
   const auto* const elements = static_cast<const typename Element<kDtype>::Stored*>(params);
   const uint64_t step = uint64_t{gridDim.x} * kSmallThreads;
   for (uint64_t i = uint64_t{blockIdx.x} * kSmallThreads + threadIdx.x; i < count; i += step)
-    if constexpr (kDtype == OFFLOAD_FP32)
-      masters[i] = elements[i];
-    else
-      FollowParam<kDtype>(elements[i], &masters[i]);
+    FollowParam<kDtype>(elements[i], &masters[i]);
 }
 
 uint32_t SmallBlocks(uint64_t count) {

@@ -156,17 +156,20 @@ struct Tail {
   }
 };
 
-// Whether the params of a unit equal their rounded masters.
+// Whether the params of a unit equal their rounded masters, of which none is NaN or, in bf16, a tie.
 template <int32_t kDtype>
 HWY_INLINE bool AreRounded(const uint16_t* param, const float* master) {
   const Float first = hn::LoadU(F32(), master), second = hn::LoadU(F32(), master + Lanes());
+  if (HWY_UNLIKELY(MayHaveNan(first, second))) return false;
   const auto stored = hn::LoadU(U16(), param);
-  auto same = hn::Eq(Pack<kDtype, true>(first, second, {}), stored);
-  if constexpr (kDtype == OFFLOAD_BF16) {
-    if (HWY_LIKELY(hn::AllTrue(U16(), same))) return true;
-    same = hn::Or(same, hn::Eq(Pack<kDtype, true>(first, second, {.ties_away = true}), stored));
-  }
-  return hn::AllTrue(U16(), same);
+  if constexpr (kDtype == OFFLOAD_FP16)
+    return hn::AllTrue(U16(), hn::Eq(Pack<kDtype, false>(first, second, {}), stored));
+  const auto half = hn::Set(U32(), 0x8000);
+  const auto first_bits = hn::Add(hn::BitCast(U32(), first), half);
+  const auto second_bits = hn::Add(hn::BitCast(U32(), second), half);
+  const auto rounded = hn::Eq(PackUpper<false>(first_bits, second_bits), stored);
+  const auto no_tie = hn::Ne(PackLower<false>(first_bits, second_bits), hn::Zero(U16()));
+  return hn::AllTrue(U16(), hn::And(rounded, no_tie));
 }
 
 template <Rule kRule, SpanTypes kTypes>
@@ -243,35 +246,27 @@ struct Kernels {
     wide.CopyOut(sum, whole, count - whole);
   }
 
+  // The bits of a unit are whole bytes.
   template <int32_t kDtype>
-  static void FollowParams(const void* param, uint64_t count, float* master) {
-    const auto* elements = static_cast<const uint16_t*>(param);
-    for (uint64_t begin = 0; begin < count; begin += Unit()) {
-      const uint64_t end = std::min(begin + Unit(), count);
-      if (end - begin == Unit() && HWY_LIKELY(AreRounded<kDtype>(elements + begin, master + begin)))
-        continue;
-      for (uint64_t i = begin; i < end; ++i) FollowParam<kDtype>(elements[i], &master[i]);
+  static void FollowParams(const void* param, uint64_t count, float* master, uint8_t* changed) {
+    const FollowParamsFunction follow = ReferenceKernels().FollowParams(kDtype);
+    if constexpr (kDtype == OFFLOAD_FP32) {
+      follow(param, count, master, changed);
+    } else {
+      const auto* elements = static_cast<const uint16_t*>(param);
+      for (uint64_t begin = 0; begin < count; begin += Unit()) {
+        const uint64_t now = std::min(Unit(), count - begin);
+        uint8_t* const noted = changed == nullptr ? nullptr : changed + begin / 8;
+        if (now < Unit() || HWY_UNLIKELY(!AreRounded<kDtype>(elements + begin, master + begin)))
+          follow(elements + begin, now, master + begin, noted);
+        else if (noted != nullptr)
+          std::memset(noted, 0, Unit() / 8);
+      }
     }
   }
 
   static void MultiplyTile(const MatrixProduct& product, uint64_t tile) {
     HWY_NAMESPACE::MultiplyTile(product, tile);
-  }
-
-  // The bits of a unit are whole bytes.
-  template <int32_t kDtype>
-  static void FindChanges(const float* before, const float* after, uint64_t count, uint64_t* bits) {
-    auto* const bytes = reinterpret_cast<uint8_t*>(bits);
-    uint64_t done = 0;
-    for (; done + Unit() <= count; done += Unit()) {
-      const Float first = hn::LoadU(F32(), after + done);
-      const Float second = hn::LoadU(F32(), after + done + Lanes());
-      hn::StoreMaskBits(U16(), MayDiffer<kDtype, true>(before + done, first, second),
-                        bytes + done / 8);
-    }
-    uint64_t tail[kUnitMax / 64 + 2] = {};
-    ReferenceKernels().FindChanges(kDtype)(before + done, after + done, count - done, tail);
-    std::memcpy(bytes + done / 8, tail, (count + 63) / 64 * 8 - done / 8);
   }
 };
 

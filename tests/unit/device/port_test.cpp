@@ -344,7 +344,7 @@ TEST_P(PortTest, MastersFollowEveryHalf) {
         expected[i] = std::bit_cast<float>(bits);
       }
       auto* masters = Upload(*device, expected);
-      ReferenceKernels().FollowParams(dtype)(halves.data() + 1, 65536, expected.data());
+      ReferenceKernels().FollowParams(dtype)(halves.data() + 1, 65536, expected.data(), nullptr);
       ASSERT_TRUE(Ok(device->FollowParams(nullptr, params + 1, dtype, 65536, masters)));
       EXPECT_TRUE(SameBits(Download(*device, masters, 65536), expected))
           << DtypeName(dtype) << ", " << lost;

@@ -788,23 +788,35 @@ TEST(FollowParams, OnlyWrittenElementsChangeInEveryCountAndAddress) {
       const std::vector<float> before = MastersOf(count, random);
       const std::vector<uint8_t> params = PartlyWritten(before, dtype, random);
       std::vector<float> expected = before;
+      std::vector<uint8_t> expected_changed((count + 7) / 8);
       for (uint64_t i = 0; i < count; ++i) {
         uint16_t bits = 0;
         std::memcpy(&bits, &params[2 * i], 2);
         const bool is_bf16 = dtype == OFFLOAD_BF16;
-        if (bits == (is_bf16 ? Fp32ToBf16(before[i]) : Fp32ToFp16(before[i]))) continue;
-        if (is_bf16 && bits == Fp32ToBf16TiesAway(before[i])) continue;
-        expected[i] = is_bf16 ? Bf16ToFp32(bits) : Fp16ToFp32(bits);
+        const bool is_rounded = bits == (is_bf16 ? Fp32ToBf16(before[i]) : Fp32ToFp16(before[i])) ||
+                                (is_bf16 && bits == Fp32ToBf16TiesAway(before[i]));
+        if (!is_rounded) expected[i] = is_bf16 ? Bf16ToFp32(bits) : Fp16ToFp32(bits);
+        if (!is_rounded || std::isnan(before[i]) || (is_bf16 && IsTieOfBf16(before[i])))
+          expected_changed[i / 8] |= static_cast<uint8_t>(1 << (i % 8));
       }
       for (const KernelTable* table : AllTables()) {
         for (uint64_t shift : {0, 1, 5, 13, 31}) {
           Guarded param(params.size(), 2 * shift), master(4 * count, (shift + 1) * 4 % 64);
           std::copy(params.begin(), params.end(), static_cast<uint8_t*>(param.data()));
           std::copy(before.begin(), before.end(), master.floats());
-          table->FollowParams(dtype)(param.data(), count, master.floats());
+          Guarded changed(expected_changed.size(), shift);
+          const bool notes = shift % 2 == 1;
+          table->FollowParams(dtype)(param.data(), count, master.floats(),
+                                     notes ? static_cast<uint8_t*>(changed.data()) : nullptr);
+          const std::string which = std::string(table->isa) + " " + DtypeName(dtype) + " " +
+                                    std::to_string(count) + " shift " + std::to_string(shift);
           EXPECT_TRUE(count == 0 || std::memcmp(master.floats(), expected.data(), 4 * count) == 0)
-              << table->isa << " " << DtypeName(dtype) << " " << count << " shift " << shift;
-          EXPECT_TRUE(param.GuardsIntact() && master.GuardsIntact());
+              << which;
+          EXPECT_TRUE(
+              !notes || count == 0 ||
+              std::memcmp(changed.data(), expected_changed.data(), expected_changed.size()) == 0)
+              << which;
+          EXPECT_TRUE(param.GuardsIntact() && master.GuardsIntact() && changed.GuardsIntact());
         }
       }
     }
@@ -820,7 +832,7 @@ TEST(FollowParams, AnyMasterIsItsOwnRounding) {
       const std::vector<uint8_t> params = Narrow(masters, dtype);
       for (const KernelTable* table : SimdKernels()) {
         std::vector<float> after = masters;
-        table->FollowParams(dtype)(params.data(), masters.size(), after.data());
+        table->FollowParams(dtype)(params.data(), masters.size(), after.data(), nullptr);
         ASSERT_EQ(std::memcmp(after.data(), masters.data(), 4 * masters.size()), 0) << table->isa;
       }
     }
