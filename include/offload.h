@@ -20,7 +20,7 @@
  *   see what a step did         offload_optimizer_step_result, offload_optimizer_get_stats
  *   look at what a step did     offload_optimizer_trace_start, offload_optimizer_trace_stop
  *   change a learning rate      offload_optimizer_set_group
- *   move state while training   offload_optimizer_set_device_fraction
+ *   move state while training   offload_optimizer_set_device_fraction, _set_fractions
  *   read or replace state       offload_optimizer_read_state, _write_state; offload_optimizer_state
  *   load weights from outside   offload_optimizer_refresh_masters
  *   give the device away        offload_optimizer_offload_params, _grads, _states, then _reload_...
@@ -680,8 +680,8 @@ OFFLOAD_API int32_t offload_optimizer_plan(offload_optimizer_t optimizer, offloa
  * last checkpoint loads into a new one. A step behind a save waits until the save has read all
  * state. Saves, loads, read_state and write_state work on all state, offload_optimizer_state only
  * on that in memory. Refused with UNSUPPORTED beside it: OFFLOAD_EXECUTORS_STREAMED and
- * stream_ring_bytes, early_update_bytes, save_buffer_bytes (UINT64_MAX means 0 then),
- * set_device_fraction, and matrices of OFFLOAD_MUON on CUDA devices.
+ * stream_ring_bytes, early_update_bytes, save_buffer_bytes (UINT64_MAX means 0 then), and matrices
+ * of OFFLOAD_MUON on CUDA devices.
  */
 OFFLOAD_API int32_t offload_optimizer_commit(offload_optimizer_t optimizer,
                                              offload_stream_t stream);
@@ -927,6 +927,23 @@ OFFLOAD_API int32_t offload_optimizer_refresh_masters(offload_optimizer_t optimi
 OFFLOAD_API int32_t offload_optimizer_set_device_fraction(offload_optimizer_t optimizer,
                                                           double device_fraction,
                                                           offload_ticket_t* ticket);
+
+/* The same for the disk too: set_device_fraction leaves the disk its fraction.
+ *
+ * disk_fraction: from 0 (no state on disk) to 1 (all of it), with device_fraction at most 1. Above
+ *   0 it needs options.disk_paths, which may be given at create with a disk_fraction of 0.
+ *
+ * If state may be on disk, both calls make its files and its ring anew. They take the room for both
+ * before they return, and the old ones go when the ticket completes. All state that is on disk
+ * before or after the change is read and written once, also where its place stays the same.
+ *
+ * Errors: as above; also INVALID_ARGUMENT (disk_fraction, both fractions together, and
+ *   disk_ring_bytes if the new chunks need more), IO_FAILED (the directories have too little room;
+ *   nothing has changed), UNSUPPORTED (a param is placed OFFLOAD_PLACE_HOST beside a disk_fraction
+ *   above 0). A file that fails during the change poisons the optimizer. */
+OFFLOAD_API int32_t offload_optimizer_set_fractions(offload_optimizer_t optimizer,
+                                                    double device_fraction, double disk_fraction,
+                                                    offload_ticket_t* ticket);
 
 /* A view of one kind of state of one param: its first device_count elements lie at device_data on
  * the device, the next host_count elements at host_data in host memory, pinned as one range or not

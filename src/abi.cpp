@@ -532,6 +532,13 @@ int32_t offload_optimizer_set_device_fraction(offload_optimizer_t optimizer, dou
                    [&](Optimizer& found) { return found.SetDeviceFraction(device_fraction); });
 }
 
+int32_t offload_optimizer_set_fractions(offload_optimizer_t optimizer, double device_fraction,
+                                        double disk_fraction, offload_ticket_t* ticket) {
+  return QueueWork(optimizer, ticket, [&](Optimizer& found) {
+    return found.SetFractions(device_fraction, disk_fraction);
+  });
+}
+
 int32_t offload_optimizer_undo_early_updates(offload_optimizer_t optimizer,
                                              offload_ticket_t* ticket) {
   return QueueWork(optimizer, ticket, [&](Optimizer& found) { return found.QueueNothing(); });

@@ -3,14 +3,18 @@
 //   device -> host: the down stream copies into staging slots, the workers copy out of them
 //   host -> device: the workers copy into staging slots, the up stream copies out of them
 //   host -> host:   the workers copy
+//   disk -> others: an area of a file after the other comes into memory; from there as above
+//   any -> disk:    as to the host, into the ring of the new files, from where threads write
 //
-// The call (offload_optimizer_set_device_fraction) takes the memory that the new residence needs
+// The call (offload_optimizer_set_fractions) takes the memory that the new residence needs
 // and the old one does not have. After the copies the change frees the memory that is no longer
-// needed. On each tier an element has the same address under every residence, so elements that stay
-// on their tier are not touched.
+// needed. In memory an element has the same address under every residence of its tier, so elements
+// that stay there are not touched. Files of state are made anew, because records are parts of
+// chunks, and chunks change; the old files stay as they are until all has been copied.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -34,6 +38,7 @@ struct ResidenceRequest {
   std::optional<LaneRing> ring;          // set if the new residence needs another ring
   std::optional<LaneScratch> scratch;    // set if the new residence needs other scratch memory
   std::optional<SwapStates> swap;        // set if states may be offloaded
+  std::unique_ptr<DiskMemory> disk;      // of `chunks`; set if state may be on disk
   // The figures of the plan after the change.
   uint64_t host_bytes = 0;
   uint64_t device_bytes = 0;
@@ -76,9 +81,21 @@ class ResidenceChanger {
     uint64_t bytes = 0;
   };
 
-  void List(const ResidenceRequest& request);
-  void ListArray(const ResidenceRequest& request, uint32_t id, StateSlot slot,
-                 const ElementRange& range);
+  // Where the state of a range is to go: in memory, to contiguous addresses.
+  struct Target {
+    uint32_t param;
+    StateSlot slot;
+    ElementRange range;
+    std::byte* to;
+    bool on_device;
+  };
+  Status CopyBetweenMemories(const ResidenceRequest& request);
+  Status CopyFromDisk(const ResidenceRequest& request);
+  Status CopyToDisk(const ResidenceRequest& request);
+  Status CopyArrays(const ResidenceRequest& request, uint32_t id, const ElementRange& range,
+                    Tier from, Tier to);
+  Status Add(const ResidenceRequest& request, const Target& target);
+  Status MakeCopies();
   std::vector<Batch> Cut(const std::vector<Copy>& copies);
   Status CopyDown();
   Status CopyUp();
@@ -96,7 +113,7 @@ class ResidenceChanger {
   SwapMemory& swap_;
   ChangeLog& changes_;
 
-  // The copies of the running change.
+  // Copies that MakeCopies is to make.
   std::vector<Copy> down_;
   std::vector<Copy> up_;
   std::vector<Copy> on_host_;

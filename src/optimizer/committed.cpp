@@ -38,7 +38,8 @@ Committed::~Committed() {
 Status Committed::TakeMemory(const std::vector<std::string>& disk_paths) {
   HYBRIDOPT_ASSIGN(memory, StateMemory::Create(context, shape, residence));
   if (shape.options.on_disk) {
-    HYBRIDOPT_ASSIGN(auto disk, DiskMemory::Create(context, shape, chunks, disk_paths));
+    HYBRIDOPT_ASSIGN(auto disk,
+                     DiskMemory::Create(context, shape, chunks, disk_paths, memory->disk_totals()));
     memory->UseDisk(std::move(disk));
   }
   HYBRIDOPT_ASSIGN(lanes, Lanes::Create(context, decided.lanes));

@@ -122,7 +122,7 @@ Result<offload_plan_t> Optimizer::Plan() const {
     return plan;
   }
   HYBRIDOPT_ASSIGN(const StateShape shape, MakeShape());
-  Arrangement arrangement = Arrange(table_, shape, options_.device_fraction);
+  Arrangement arrangement = Arrange(table_, shape, FractionsOf(options_));
   HYBRIDOPT_ASSIGN(offload_plan_t plan, FitRing(shape, arrangement));
   plan.fits = CheckStateMayStream(shape, arrangement).ok() &&
                       DiskMemory::CheckRing(shape, arrangement.chunks).ok() && CheckRoom(plan).ok()
@@ -143,13 +143,12 @@ Result<StateShape> Optimizer::MakeShape() const {
     HYBRIDOPT_TRY(CheckNoCpuUpdates(options_, context_->device()));
     shape.options.cpu_updates = false;
   }
-  HYBRIDOPT_TRY(CheckBesideDisk(shape));
+  HYBRIDOPT_TRY(CheckBesideDisk(options_.disk_fraction, "options."));
   if (options_.save_buffer_bytes != kAutoSaveBuffer) return shape;
   shape.options.save_buffer_bytes = 0;
   if (shape.options.on_disk) return shape;  // a step waits for the save
-  HYBRIDOPT_ASSIGN(
-      const offload_plan_t plan,
-      PlanOf(*context_, table_, shape, Arrange(table_, shape, options_.device_fraction)));
+  HYBRIDOPT_ASSIGN(const offload_plan_t plan,
+                   PlanOf(*context_, table_, shape, Arrange(table_, shape, FractionsOf(options_))));
   const auto less = [](uint64_t bytes, uint64_t taken) { return bytes - std::min(bytes, taken); };
   uint64_t bytes = Checkpoints::AutoBufferBytes(
       *context_, less(plan.host_available_bytes, context_->local_world() * plan.host_bytes));
@@ -159,19 +158,19 @@ Result<StateShape> Optimizer::MakeShape() const {
   return shape;
 }
 
-// What state on disk does not go together with, where the params are known. A residence holds the
-// end of each region of the host, or nothing of it: between the elements that are on disk and those
-// of a param that is placed on the host would be memory without use.
-Status Optimizer::CheckBesideDisk(const StateShape& shape) const {
-  if (shape.options.disk_fraction == 0) return {};
+// What state on disk does not go together with, where the params are known. The host's memory has
+// no holes: between the elements that are on disk and those of a param that is placed on the host
+// would be memory without use.
+Status Optimizer::CheckBesideDisk(double disk_fraction, const char* of) const {
+  if (disk_fraction == 0) return {};
   for (const Param& param : table_.params())
     if (param.placement == OFFLOAD_PLACE_HOST && param.count > 0)
       return Status::Error(OFFLOAD_UNSUPPORTED,
                            "param '%.200s' has placement OFFLOAD_PLACE_HOST, but "
-                           "options.disk_fraction is %g; register it as OFFLOAD_PLACE_AUTO, in "
+                           "%sdisk_fraction is %g; register it as OFFLOAD_PLACE_AUTO, in "
                            "front of the others if it is to stay in memory, or leave "
                            "disk_fraction 0 and place params OFFLOAD_PLACE_DISK",
-                           param.name.c_str(), shape.options.disk_fraction);
+                           param.name.c_str(), of, disk_fraction);
   return {};
 }
 
@@ -286,7 +285,7 @@ Status Optimizer::Commit(StreamHandle stream) {
                          "no params; call offload_optimizer_add_params before commit");
   HYBRIDOPT_TRY(context_->device().CheckStream(stream));
   HYBRIDOPT_ASSIGN(StateShape shape, MakeShape());
-  Arrangement arrangement = Arrange(table_, shape, options_.device_fraction);
+  Arrangement arrangement = Arrange(table_, shape, FractionsOf(options_));
   HYBRIDOPT_ASSIGN(const offload_plan_t plan, FitRing(shape, arrangement));
   HYBRIDOPT_TRY(CheckStateMayStream(shape, arrangement));
   HYBRIDOPT_TRY(DiskMemory::CheckRing(shape, arrangement.chunks));

@@ -65,6 +65,7 @@ class Optimizer {
   // Changes, between two steps, which tier holds which state. Implemented in
   // optimizer_fraction.cpp.
   Result<offload_ticket_t> SetDeviceFraction(double device_fraction);
+  Result<offload_ticket_t> SetFractions(double device_fraction, double disk_fraction);
   // These two are implemented in optimizer_checkpoint.cpp.
   Result<offload_ticket_t> Save(const offload_save_options_t& options);
   Result<offload_ticket_t> Load(const offload_load_options_t& options);
@@ -91,7 +92,7 @@ class Optimizer {
   Status GradsToKeep(std::span<uint8_t> keep) const;
 
  private:
-  Status CheckBesideDisk(const StateShape& shape) const;
+  Status CheckBesideDisk(double disk_fraction, const char* of) const;
   Status CheckRoom(const offload_plan_t& plan) const;
   Result<StateShape> MakeShape() const;
   Result<offload_plan_t> FitRing(const StateShape& shape, Arrangement& arrangement) const;

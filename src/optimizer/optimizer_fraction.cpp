@@ -1,4 +1,4 @@
-// Optimizer's change of the device fraction: this file decides and queues it, ResidenceChanger runs
+// Optimizer's change of the fractions: this file decides and queues it, ResidenceChanger runs
 // it.
 #include <algorithm>
 #include <utility>
@@ -25,16 +25,20 @@ uint64_t Growth(uint64_t from, uint64_t to) { return to > from ? to - from : 0; 
 
 Result<offload_ticket_t> Optimizer::SetDeviceFraction(double device_fraction) {
   HYBRIDOPT_TRY(CheckCommitted());
+  return SetFractions(device_fraction, committed_->decided.fractions[Tier::kDisk]);
+}
+
+Result<offload_ticket_t> Optimizer::SetFractions(double device_fraction, double disk_fraction) {
+  HYBRIDOPT_TRY(CheckCommitted());
   Committed& committed = *committed_;
   HYBRIDOPT_ASSIGN(const uint32_t slot, NextSlot());
-  HYBRIDOPT_TRY(CheckDeviceFraction(device_fraction, "device_fraction"));
-  if (committed.memory->disk() != nullptr)
-    return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "device_fraction is %g, but disk_fraction is %g, with options.disk_paths "
-                         "'%.200s', and where state is does not change while some of it is on "
-                         "disk; save, make an optimizer with other fractions and load",
-                         device_fraction, options_.disk_fraction, options_.disk_paths);
-  Arrangement wanted = Arrange(table_, committed.shape, device_fraction);
+  ByTier<double> fractions;
+  fractions[Tier::kDevice] = device_fraction;
+  fractions[Tier::kDisk] = disk_fraction;
+  HYBRIDOPT_TRY(CheckFractions(fractions, options_, ""));
+  HYBRIDOPT_TRY(CheckBesideDisk(disk_fraction, ""));
+  Arrangement wanted = Arrange(table_, committed.shape, fractions);
+  HYBRIDOPT_TRY(DiskMemory::CheckRing(committed.shape, wanted.chunks));
   HYBRIDOPT_ASSIGN(const offload_plan_t plan, FitRing(committed.shape, wanted));
   HYBRIDOPT_TRY(CheckStateMayStream(committed.shape, wanted));
   ResidenceRequest& request = committed.requests[slot].emplace<ResidenceRequest>();
@@ -72,12 +76,22 @@ Status Optimizer::TakeForResidence(const Arrangement& wanted, const offload_plan
   request.staging_bytes = plan.staging_bytes;
   const auto before = StateMemory::Bytes(device, committed.shape, decided.residence);
   const auto after = StateMemory::Bytes(device, committed.shape, wanted.residence);
-  HYBRIDOPT_TRY(
-      CheckHostRoom("device_fraction", Growth(before[Tier::kHost], after[Tier::kHost]) +
-                                           SwapStates::Bytes(committed.shape, wanted.residence)));
+  // Both rings, and the files of both, are there until the change has been made.
+  const bool disk_changes =
+      committed.shape.options.on_disk && !(wanted.residence == decided.residence);
+  const uint64_t ring_bytes =
+      disk_changes ? DiskMemory::SizesOf(committed.shape, wanted.chunks).ring_bytes() : 0;
+  HYBRIDOPT_TRY(CheckHostRoom("device_fraction",
+                              Growth(before[Tier::kHost], after[Tier::kHost]) + ring_bytes +
+                                  SwapStates::Bytes(committed.shape, wanted.residence)));
+  if (disk_changes) {
+    HYBRIDOPT_ASSIGN(request.disk, DiskMemory::Create(*context_, committed.shape, request.chunks,
+                                                      DiskPaths(options_.disk_paths),
+                                                      committed.memory->disk_totals()));
+  }
   if (device.unified()) return {};
   if (request.on_device) {
-    HYBRIDOPT_TRY(CheckDeviceRoom(*context_, "device_fraction", wanted.device_fraction,
+    HYBRIDOPT_TRY(CheckDeviceRoom(*context_, "device_fraction", wanted.fractions[Tier::kDevice],
                                   Growth(before[Tier::kDevice], after[Tier::kDevice])));
     HYBRIDOPT_ASSIGN(request.pages,
                      committed.memory->TakeDevice(&decided.residence, wanted.residence));

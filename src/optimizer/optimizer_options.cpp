@@ -174,28 +174,12 @@ bool IsOnDisk(const offload_optimizer_options_t& options) {
   return !DiskPaths(options.disk_paths).empty();
 }
 
-Status CheckDiskFraction(const offload_optimizer_options_t& options) {
-  const double fraction = options.disk_fraction;
-  if (!(fraction >= 0 && fraction <= 1))  // written so that NaN fails
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.disk_fraction is %g, expected 0 (no state on disk) to 1 (all on "
-                         "disk)",
-                         fraction);
-  if (options.device_fraction + fraction > 1)
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.device_fraction is %g and disk_fraction is %g, expected at most "
-                         "1 together; lower one of them",
-                         options.device_fraction, fraction);
+Status CheckDisk(const offload_optimizer_options_t& options) {
   if (options.disk_paths != nullptr && !IsOnDisk(options))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.disk_paths is '%.300s', which names no directory; name one, or "
                          "several with ':' between them, or leave it NULL",
                          options.disk_paths);
-  if (fraction > 0 && !IsOnDisk(options))
-    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                         "options.disk_fraction is %g, but disk_paths is NULL; name a directory "
-                         "there, or several with ':' between them",
-                         fraction);
   if (options.disk_ring_bytes != 0 && !IsOnDisk(options))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "options.disk_ring_bytes is %llu, but disk_paths is NULL, so that no "
@@ -250,7 +234,8 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const D
     return Status::Error(OFFLOAD_INVALID_ARGUMENT, "options.algorithm is %d, expected %s",
                          options.algorithm, AlgorithmChoices().c_str());
   if (IsOfMatrices(options.algorithm)) HYBRIDOPT_TRY(device.CheckMatrices());
-  HYBRIDOPT_TRY(CheckDeviceFraction(options.device_fraction, "options.device_fraction"));
+  HYBRIDOPT_TRY(CheckDisk(options));
+  HYBRIDOPT_TRY(CheckFractions(FractionsOf(options), options, "options."));
   if (options.chunk_elements != 0 &&
       (options.chunk_elements < kMinChunkElements || options.chunk_elements > kMaxChunkElements))
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
@@ -269,7 +254,6 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const D
   HYBRIDOPT_TRY(CheckExecutors(options, device));
   HYBRIDOPT_TRY(CheckEarlyUpdates(options, device));
   HYBRIDOPT_TRY(CheckTrackChanges(options));
-  HYBRIDOPT_TRY(CheckDiskFraction(options));
   HYBRIDOPT_TRY(CheckBesideDisk(options));
   if (options.comm_timeout_ns > INT64_MAX)
     return Status::Error(OFFLOAD_INVALID_ARGUMENT,
@@ -278,11 +262,36 @@ Status CheckOptimizerOptions(const offload_optimizer_options_t& options, const D
   return options.comm != nullptr ? Comm::Check(*options.comm) : Status();
 }
 
-Status CheckDeviceFraction(double fraction, const char* what) {
-  if (fraction >= 0 && fraction <= 1) return {};  // written so that NaN fails
-  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                       "%s is %g, expected 0 (all state on the host) to 1 (all on the device)",
-                       what, fraction);
+ByTier<double> FractionsOf(const offload_optimizer_options_t& options) {
+  ByTier<double> fractions;
+  fractions[Tier::kDevice] = options.device_fraction;
+  fractions[Tier::kDisk] = options.disk_fraction;
+  return fractions;
+}
+
+Status CheckFractions(const ByTier<double>& fractions, const offload_optimizer_options_t& options,
+                      const char* of) {
+  const double device = fractions[Tier::kDevice], disk = fractions[Tier::kDisk];
+  if (!(device >= 0 && device <= 1))  // written so that NaN fails
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "%sdevice_fraction is %g, expected 0 (all state on the host) to 1 (all on "
+                         "the device)",
+                         of, device);
+  if (!(disk >= 0 && disk <= 1))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "%sdisk_fraction is %g, expected 0 (no state on disk) to 1 (all on disk)",
+                         of, disk);
+  if (device + disk > 1)
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "%sdevice_fraction is %g and disk_fraction is %g, expected at most 1 "
+                         "together; lower one of them",
+                         of, device, disk);
+  if (disk > 0 && !IsOnDisk(options))
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
+                         "%sdisk_fraction is %g, but options.disk_paths is NULL; name a directory "
+                         "there, or several with ':' between them",
+                         of, disk);
+  return {};
 }
 
 Status CheckNoCpuUpdates(const offload_optimizer_options_t& options, const Device& device) {
@@ -331,7 +340,6 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
   shape.early_bytes = options.early_update_bytes;
   shape.tracks_changes = options.track_changes != 0;
   shape.save_buffer_bytes = options.save_buffer_bytes;
-  shape.disk_fraction = options.disk_fraction;
   shape.disk_ring_bytes =
       options.disk_ring_bytes != 0 ? options.disk_ring_bytes : DiskMemory::kDefaultRingBytes;
   shape.staging_slots = options.staging_slots != 0 ? options.staging_slots : kDefaultStagingSlots;

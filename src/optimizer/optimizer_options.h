@@ -6,6 +6,7 @@
 
 #include "base/status.h"
 #include "device/device.h"
+#include "memory/tier.h"
 #include "state/shape.h"
 
 namespace hybridopt {
@@ -30,8 +31,12 @@ inline constexpr uint64_t kAutoSaveBuffer = UINT64_MAX;
 
 ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const Device& device);
 
-// INVALID_ARGUMENT unless `fraction` is from 0 (all state on the host) to 1 (all state on the
-// device). The error calls the value `what`.
-Status CheckDeviceFraction(double fraction, const char* what);
+// What the options say about the share of each tier; see Residence.
+ByTier<double> FractionsOf(const offload_optimizer_options_t& options);
+
+// INVALID_ARGUMENT unless both fractions are from 0 to 1, and at most 1 together, and the options
+// name directories for state on disk. The error puts `of` in front of the fractions' names.
+Status CheckFractions(const ByTier<double>& fractions, const offload_optimizer_options_t& options,
+                      const char* of);
 
 }  // namespace hybridopt

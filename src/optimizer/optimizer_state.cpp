@@ -175,10 +175,8 @@ offload_stats_t Optimizer::Stats() const {
   for (Tier tier : kTiers) stats.state_bytes[IndexOf(tier)] = committed_->state_bytes[tier];
   stats.state_bytes[OFFLOAD_TIER_DEVICE] -= lifecycle.states_on_host_bytes();
   stats.state_bytes[OFFLOAD_TIER_HOST] += lifecycle.states_on_host_bytes();
-  if (const DiskMemory* const disk = committed_->memory->disk(); disk != nullptr) {
-    stats.disk_read_bytes = disk->read_bytes();
-    stats.disk_written_bytes = disk->written_bytes();
-  }
+  stats.disk_read_bytes = committed_->memory->disk_totals().read_bytes;
+  stats.disk_written_bytes = committed_->memory->disk_totals().written_bytes;
   stats.queued = committed_->timeline->queued();
   const LinkUser& link = committed_->lanes->link();
   stats.gave_way_copies = link.gave_way_copies();

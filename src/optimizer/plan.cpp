@@ -86,12 +86,10 @@ void AddStateBytes(const ParamTable& table, const StateShape& shape, const Resid
 
 double MiB(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 
-Arrangement Arrange(const ParamTable& table, const StateShape& shape, double device_fraction) {
+Arrangement Arrange(const ParamTable& table, const StateShape& shape,
+                    const ByTier<double>& fractions) {
   Arrangement arrangement;
-  arrangement.device_fraction = device_fraction;
-  ByTier<double> fractions;
-  fractions[Tier::kDevice] = device_fraction;
-  fractions[Tier::kDisk] = shape.options.disk_fraction;
+  arrangement.fractions = fractions;
   arrangement.residence = Residence(table, shape, fractions);
   arrangement.chunks = CutChunks(table, shape, arrangement.residence);
   arrangement.lanes = LaneSizesOf(shape, arrangement.residence, arrangement.chunks);

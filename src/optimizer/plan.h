@@ -1,5 +1,5 @@
-// How much memory an optimizer's state and pipeline need: computed from a device fraction, before
-// any memory is taken, at commit and at each change of the fraction.
+// How much memory an optimizer's state and pipeline need: computed from the fractions, before any
+// memory is taken, at commit and at each change of the fractions.
 #pragma once
 
 #include <vector>
@@ -10,9 +10,9 @@
 
 namespace hybridopt {
 
-// Everything that follows from a device fraction.
+// Everything that follows from the fractions.
 struct Arrangement {
-  double device_fraction = 0;
+  ByTier<double> fractions;  // see Residence
   Residence residence;
   ChunkTable chunks;
   LaneSizes lanes;
@@ -28,7 +28,8 @@ uint32_t DefaultStreamChunks(const StateShape& shape);
 LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
                       const ChunkTable& chunks);
 
-Arrangement Arrange(const ParamTable& table, const StateShape& shape, double device_fraction);
+Arrangement Arrange(const ParamTable& table, const StateShape& shape,
+                    const ByTier<double>& fractions);
 
 // Pinned memory that commit takes, without the state that is pinned for a ring.
 constexpr uint64_t PinnedBytesOf(const offload_plan_t& plan) {

@@ -107,16 +107,18 @@ Status DiskMemory::CheckRing(const StateShape& shape, const ChunkTable& chunks) 
 
 // --------------------------------------------------------------------------------------- making --
 
-DiskMemory::DiskMemory(Context& context, const StateShape& shape, const ChunkTable& chunks)
+DiskMemory::DiskMemory(Context& context, const StateShape& shape, const ChunkTable& chunks,
+                       DiskTotals& totals)
     : context_(context),
       shape_(shape),
-      chunks_(chunks),
+      chunks_(&chunks),
       sizes_(SizesOf(shape, chunks)),
       begins_(AreaBeginsOf(shape, chunks)),
       record_of_chunk_(chunks.chunks.size(), kNone),
       record_of_fragment_(chunks.fragments.size(), kNone),
       first_fragment_(shape.params.size()),
       end_fragment_(shape.params.size()),
+      totals_(totals),
       slots_(sizes_.slots, SlotState::kFree) {
   for (Queue* const queue : {&reads_, &writes_}) queue->jobs.resize(sizes_.slots * kStateSlots);
   pass_.reserve(sizes_.records);
@@ -124,18 +126,18 @@ DiskMemory::DiskMemory(Context& context, const StateShape& shape, const ChunkTab
 }
 
 void DiskMemory::ListRecords() {
-  for (size_t number = 0; number < chunks_.chunks.size(); ++number) {
-    const Chunk& chunk = chunks_.chunks[number];
-    if (!IsOnDisk(chunks_, chunk)) continue;
+  for (size_t number = 0; number < chunks_->chunks.size(); ++number) {
+    const Chunk& chunk = chunks_->chunks[number];
+    if (!IsOnDisk(*chunks_, chunk)) continue;
     const auto record = static_cast<uint32_t>(records_.size());
     record_of_chunk_[number] = record;
     records_.emplace_back();
-    const std::array<uint64_t, kStateSlots> bytes = AreaBytes(shape_, chunks_, chunk);
+    const std::array<uint64_t, kStateSlots> bytes = AreaBytes(shape_, *chunks_, chunk);
     for (uint32_t slot = 0; slot < kStateSlots; ++slot)
       records_.back().areas[slot].bytes = bytes[slot];
     for (uint32_t index = chunk.first_fragment; index < chunk.first_fragment + chunk.fragment_count;
          ++index) {
-      const Fragment& fragment = chunks_.fragments[index];
+      const Fragment& fragment = chunks_->fragments[index];
       if (fragment.tier != Tier::kDisk) continue;
       record_of_fragment_[index] = record;
       if (end_fragment_[fragment.param] == 0) first_fragment_[fragment.param] = index;
@@ -146,8 +148,9 @@ void DiskMemory::ListRecords() {
 
 Result<std::unique_ptr<DiskMemory>> DiskMemory::Create(Context& context, const StateShape& shape,
                                                        const ChunkTable& chunks,
-                                                       const std::vector<std::string>& paths) {
-  std::unique_ptr<DiskMemory> disk(new DiskMemory(context, shape, chunks));
+                                                       const std::vector<std::string>& paths,
+                                                       DiskTotals& totals) {
+  std::unique_ptr<DiskMemory> disk(new DiskMemory(context, shape, chunks, totals));
   HYBRIDOPT_TRY(disk->TakeFiles(paths));
   HYBRIDOPT_ASSIGN(disk->ring_, Arena::Map(disk->sizes_.ring_bytes(), context.state_pages()));
   const uint32_t threads = std::min(kThreads, disk->sizes_.slots);
@@ -205,7 +208,7 @@ Status DiskMemory::ReadArea(uint32_t record, uint32_t slot, std::byte* into) {
   const Area& area = records_[record].areas[slot];
   const uint64_t begin = OffsetOf(record) + begins_[slot];
   HYBRIDOPT_ASSIGN(const uint64_t read, FileOf(record).Read(into, area.bytes, begin));
-  read_bytes_ += read;
+  totals_.read_bytes += read;
   if (read < area.bytes)
     return Status::Error(
         OFFLOAD_IO_FAILED, "somebody has cut the file off: it has %llu of %llu bytes at byte %llu",
@@ -220,7 +223,7 @@ Status DiskMemory::WriteArea(uint32_t record, uint32_t slot, const std::byte* fr
   Area& area = records_[record].areas[slot];
   area.hash = checkpoint::Xxh3({reinterpret_cast<const char*>(from), area.bytes});
   HYBRIDOPT_TRY(FileOf(record).Write(from, area.bytes, OffsetOf(record) + begins_[slot]));
-  written_bytes_ += area.bytes;
+  totals_.written_bytes += area.bytes;
   return {};
 }
 
@@ -378,8 +381,8 @@ void DiskMemory::Loop() {
 // --------------------------------------------------------------------------------- single areas --
 
 const Fragment& DiskMemory::FragmentOf(uint32_t param, uint64_t element) const {
-  const auto begin = chunks_.fragments.begin() + first_fragment_[param];
-  const auto end = chunks_.fragments.begin() + end_fragment_[param];
+  const auto begin = chunks_->fragments.begin() + first_fragment_[param];
+  const auto end = chunks_->fragments.begin() + end_fragment_[param];
   const auto behind = std::upper_bound(
       begin, end, element, [](uint64_t one, const Fragment& f) { return one < f.begin; });
   HYBRIDOPT_CHECK(behind != begin);

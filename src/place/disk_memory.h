@@ -46,6 +46,13 @@
 
 namespace hybridopt {
 
+// What has been read and written since commit. It outlives a DiskMemory, of which a change of
+// residence makes another.
+struct DiskTotals {
+  std::atomic<uint64_t> read_bytes = 0;
+  std::atomic<uint64_t> written_bytes = 0;
+};
+
 // The directories in options.disk_paths.
 std::vector<std::string> DiskPaths(const char* paths);
 
@@ -70,10 +77,14 @@ class DiskMemory {
   // Takes the memory and the room on disk. The arguments must outlive it, and not change.
   static Result<std::unique_ptr<DiskMemory>> Create(Context& context, const StateShape& shape,
                                                     const ChunkTable& chunks,
-                                                    const std::vector<std::string>& paths);
+                                                    const std::vector<std::string>& paths,
+                                                    DiskTotals& totals);
   ~DiskMemory();
   DiskMemory(const DiskMemory&) = delete;
   DiskMemory& operator=(const DiskMemory&) = delete;
+
+  // The chunk table has been moved to here.
+  void UseChunks(const ChunkTable& chunks) { chunks_ = &chunks; }
 
   // ---- a pass ----
 
@@ -113,8 +124,6 @@ class DiskMemory {
   bool is_direct() const;
   // Adds the bytes of the ring on each NUMA node.
   void AddNodeBytes(NodeBytes* sum) const { ring_.AddNodeBytes(0, ring_.bytes(), sum); }
-  uint64_t read_bytes() const { return read_bytes_; }
-  uint64_t written_bytes() const { return written_bytes_; }
 
  private:
   static constexpr uint32_t kNone = UINT32_MAX;
@@ -151,7 +160,8 @@ class DiskMemory {
     bool written = false;
   };
 
-  DiskMemory(Context& context, const StateShape& shape, const ChunkTable& chunks);
+  DiskMemory(Context& context, const StateShape& shape, const ChunkTable& chunks,
+             DiskTotals& totals);
   static AreaBegins AreaBeginsOf(const StateShape& shape, const ChunkTable& chunks);
   Status TakeFiles(const std::vector<std::string>& paths);
   void ListRecords();
@@ -162,7 +172,7 @@ class DiskMemory {
   checkpoint::File& FileOf(uint32_t record) { return files_[record % files_.size()]; }
   uint64_t OffsetOf(uint32_t record) const { return record / files_.size() * sizes_.record_bytes; }
   uint32_t RecordOf(const Fragment& fragment) const {
-    return record_of_fragment_[static_cast<size_t>(&fragment - chunks_.fragments.data())];
+    return record_of_fragment_[static_cast<size_t>(&fragment - chunks_->fragments.data())];
   }
   // The chunk's record if it is part of the pass, else kNone.
   uint32_t InPass(uint32_t chunk) const;
@@ -184,7 +194,7 @@ class DiskMemory {
 
   Context& context_;
   const StateShape& shape_;
-  const ChunkTable& chunks_;
+  const ChunkTable* chunks_;
   const Sizes sizes_;
   const AreaBegins begins_;
   std::vector<checkpoint::File> files_;
@@ -195,8 +205,7 @@ class DiskMemory {
   std::vector<uint32_t> first_fragment_;      // per param: the first one on disk, and the last ones
   std::vector<uint32_t> end_fragment_;        // end
   std::array<Held, kStateSlots> held_;
-  std::atomic<uint64_t> read_bytes_ = 0;
-  std::atomic<uint64_t> written_bytes_ = 0;
+  DiskTotals& totals_;
 
   std::mutex mutex_;  // guards all below, and Record::slot
   std::condition_variable changed_;

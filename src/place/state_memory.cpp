@@ -91,16 +91,25 @@ void StateMemory::AddNodeBytes(const Residence& residence, NodeBytes* sum) const
   if (disk_ != nullptr) disk_->AddNodeBytes(sum);
 }
 
-// On the host every residence holds the end of a region, or nothing of it. So the bytes to free are
-// the first bytes of the region that `from` holds.
+// Frees pages of which `from` holds bytes and `to` holds none: before the bytes that stay, and
+// behind them. Regions share no page.
 void StateMemory::ShrinkHost(const Residence& from, const Residence& to) {
+  const uint64_t page_bytes = system::PageBytes();
   for (uint32_t index = 0; index < kStateSlots; ++index) {
-    const StateSlot slot{index};
-    const Residence::Bytes& old_range = from.bytes(Tier::kHost, slot);
-    const Residence::Bytes& new_range = to.bytes(Tier::kHost, slot);
-    const uint64_t begin = shape_.host_region_begin[slot];
-    const uint64_t kept_from = new_range.size() > 0 ? new_range.begin : old_range.end;
-    arena_.Discard(begin + old_range.begin, begin + kept_from);
+    const Residence::Bytes& old_range = from.bytes(Tier::kHost, StateSlot{index});
+    const Residence::Bytes& new_range = to.bytes(Tier::kHost, StateSlot{index});
+    if (old_range.size() == 0) continue;
+    const uint64_t region = shape_.host_region_begin[index];
+    const auto first_page = [&](const Residence::Bytes& range) {
+      return (region + range.begin) / page_bytes * page_bytes;
+    };
+    const auto end_page = [&](const Residence::Bytes& range) {
+      return system::RoundUp(region + range.end, page_bytes);
+    };
+    const uint64_t begin = first_page(old_range), end = end_page(old_range);
+    const bool stays = new_range.size() > 0;
+    arena_.Discard(begin, stays ? std::min(end, first_page(new_range)) : end);
+    if (stays) arena_.Discard(std::max(begin, end_page(new_range)), end);
   }
 }
 

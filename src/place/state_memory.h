@@ -85,6 +85,7 @@ class StateMemory {
   // The state on disk; NULL if there is none.
   void UseDisk(std::unique_ptr<DiskMemory> disk) { disk_ = std::move(disk); }
   DiskMemory* disk() const { return disk_.get(); }
+  DiskTotals& disk_totals() { return disk_totals_; }
 
   // The address of an element on a tier; NULL if that tier has no such array. The residence tells
   // whether there is memory at that address; an element on disk must be in the ring of the disk.
@@ -121,6 +122,7 @@ class StateMemory {
   Arena arena_;
   std::array<DeviceWindow, kStateSlots> windows_;
   ByTier<std::array<std::byte*, kStateSlots>> regions_;  // where each region begins
+  DiskTotals disk_totals_;
   std::unique_ptr<DiskMemory> disk_;
   bool has_device_ = true;
 };

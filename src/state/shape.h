@@ -61,7 +61,6 @@ struct ShapeOptions {
   uint64_t save_buffer_bytes = 0;  // for state that a step puts aside while a save has to read it
   uint64_t pin_piece_bytes = UINT64_MAX;  // see Device::pin_piece_bytes
   bool on_disk = false;                   // some state may be on disk
-  double disk_fraction = 0;               // of the elements that are placed automatically
   uint64_t disk_ring_bytes = 0;           // of host memory for the state of the disk that is in use
 
   // Whether all chunks are in host memory and nothing of them is staged, so that they are one.

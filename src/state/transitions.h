@@ -280,7 +280,7 @@ inline constexpr std::array<Row, 10> kRows = {{
      "`load`",
      {Goes(kDevice, "written"), Refused(kHost, "`reload_states`", kReloadFirst)}},
     {Call::kSetDeviceFraction,
-     "`set_device_fraction`",
+     "`set_device_fraction`, `set_fractions`",
      {Goes(kDevice, "content changes its tier"),
       Goes(kHost, "stays on the host; a reload brings what the new fraction gives the device")}},
 }};

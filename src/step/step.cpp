@@ -19,11 +19,12 @@ StepPipeline::StepPipeline(Context& context, const StepParts& parts, uint64_t ro
       host_norm_sums_(parts.host_norm_sums),
       step_counts_(parts.step_counts),
       comm_(parts.comm),
-      disk_(parts.memory.disk()),
+      memory_(parts.memory),
       plan_(parts.table, parts.shape, parts.residence, parts.chunks, parts.swap, rounding_seed),
       updater_(parts.table, parts.shape, parts.memory, context.kernels(), parts.changes),
       aside_(parts.table, parts.shape, parts.residence, parts.memory, plan_, parts.lanes),
-      cpu_executor_(context, parts.table, plan_, parts.lanes, disk_, queue_, *this, updater_),
+      cpu_executor_(context, parts.table, plan_, parts.lanes, parts.memory, queue_, *this,
+                    updater_),
       streamed_(context.side_threads(), parts.table, parts.shape, plan_, parts.memory, parts.lanes,
                 queue_, *this, aside_, parts.changes),
       device_executor_(parts.table, parts.shape, parts.memory, parts.lanes, parts.changes),
@@ -151,8 +152,8 @@ Result<Verdict> StepPipeline::DecideOnHost(const StepRequest& request,
 }
 
 void StepPipeline::BeginDisk() {
-  if (disk_ != nullptr)
-    disk_->Begin([this](uint32_t chunk) { return plan_.active_count(chunk) > 0; });
+  if (DiskMemory* const disk = memory_.disk(); disk != nullptr)
+    disk->Begin([this](uint32_t chunk) { return plan_.active_count(chunk) > 0; });
 }
 
 // ----------------------------------------------------------------------- params in host memory --
@@ -173,7 +174,7 @@ Status StepPipeline::RunInPlace(const StepRequest& request, offload_step_result_
   Stopwatch update(result->update_seconds);
   HostStep step = HostStepNow();
   step.follow_params = (request.flags & OFFLOAD_STEP_FOLLOW_PARAMS) != 0;
-  if (disk_ != nullptr) return UpdateThroughDiskRing(step, result);
+  if (memory_.disk() != nullptr) return UpdateThroughDiskRing(step, result);
   const uint64_t total = plan_.active_count(0);
   result->cpu_elements = total;
   // The update is one pass. While a save has state to read that its buffer has no room for, the
@@ -204,10 +205,10 @@ Status StepPipeline::UpdateThroughDiskRing(const HostStep& step, offload_step_re
     {
       const TraceRange range(lanes_.trace(), TraceRow::kSteps, "await state from disk", chunk);
       Stopwatch stall(result->stall_seconds);
-      HYBRIDOPT_TRY(disk_->Await(chunk));
+      HYBRIDOPT_TRY(memory_.disk()->Await(chunk));
     }
     HYBRIDOPT_TRY(UpdateInPlace(step, chunk, {0, plan_.active_count(chunk)}));
-    disk_->Updated(chunk);
+    memory_.disk()->Updated(chunk);
     result->cpu_elements += plan_.active_count(chunk);
   }
   return {};

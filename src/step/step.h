@@ -124,7 +124,7 @@ class StepPipeline : private ChunkProgress {
 
   // Reads state on disk ahead, in the order of chunks, from before the verdict is known.
   void BeginDisk();
-  Status EndDisk() { return disk_ != nullptr ? disk_->End() : Status(); }
+  Status EndDisk() { return memory_.disk() != nullptr ? memory_.disk()->End() : Status(); }
 
   Status RunInPlace(const StepRequest& request, offload_step_result_t* result, Verdict* verdict);
   Status UpdateThroughDiskRing(const HostStep& step, offload_step_result_t* result);
@@ -156,7 +156,7 @@ class StepPipeline : private ChunkProgress {
   HostNormSums& host_norm_sums_;
   StepCounts& step_counts_;
   const Comm& comm_;
-  DiskMemory* const disk_;  // NULL if no state is on disk
+  const StateMemory& memory_;
   StepPlan plan_;
   const ChunkUpdater updater_;
   AsideCopier aside_;

@@ -1,7 +1,9 @@
 // State on disk: the bits are those of state in memory, at any share, size of chunks and ring, and
 // number of directories; also across saves, loads, and reads and writes of state.
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
+#include <algorithm>
 #include <string>
 #include <thread>
 #include <vector>
@@ -139,6 +141,96 @@ TEST(Disk, QueuedWorkGivesTheSameBits) {
       }
     }
   }
+}
+
+// Scratch files that this process holds open in a directory.
+size_t OpenFilesIn(const TemporaryDirectory& directory) {
+  size_t files = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;  // the descriptor of this very loop
+    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+    files += target.rfind(directory.path(), 0) == 0 ? 1 : 0;
+  }
+  return files;
+}
+
+struct SharesOfTiers {
+  double device;
+  double disk;
+};
+
+SharesOfTiers AnyShares(Random& random) {
+  const double disk = random.OneIn(5) ? 0 : random.OneIn(4) ? 1 : random.Unit();
+  return {random.OneIn(3) ? 0 : random.Unit() * (1 - disk), disk};
+}
+
+// Shares change to any values between any two steps, beside saves and moves of all state, queued
+// without a wait. In the end everything is as if the optimizer had been made with the last shares.
+TEST(Disk, SharesMayChangeAtAnyTime) {
+  const uint64_t rounds = static_cast<uint64_t>(Scaled(60));
+  uint64_t moved = 0;
+  for (uint64_t seed = 0; seed < rounds; ++seed) {
+    for (int32_t device : DevicesUnderTest()) {
+      const TemporaryDirectory directory(Parent(seed));
+      const Solved solved(ProblemOf(seed, 6));
+      Random random(seed + 3);
+      LifecycleSetting setting = SettingOf(seed, device, Paths(directory, 1 + seed % 3));
+      setting.optimizer.disk_ring_bytes = 0;
+      LifecycleRig rig(solved.problem, setting);
+      const uint64_t at_commit = rig.Plan().elements[OFFLOAD_TIER_DISK];
+      std::vector<offload_ticket_t> saves;
+      std::vector<size_t> saved_after;
+      for (size_t step = 0; step < solved.problem.steps.size(); ++step) {
+        if (random.OneIn(3)) rig.Wait();
+        const bool away = setting.movable != 0 && random.OneIn(4);
+        if (away) rig.Move(offload_optimizer_offload_states);
+        if (random.OneIn(4)) {
+          saves.push_back(rig.Save(directory / ("saved" + std::to_string(step))));
+          saved_after.push_back(step);
+        }
+        for (uint64_t changes = random.Below(3); changes > 0; --changes) {
+          const SharesOfTiers shares = AnyShares(random);
+          rig.SetFractions(shares.device, shares.disk);
+          setting.optimizer.device_fraction = shares.device;
+          setting.optimizer.disk_fraction = shares.disk;
+        }
+        if (random.OneIn(4)) {
+          const double fraction = random.Unit() * (1 - setting.optimizer.disk_fraction);
+          rig.SetDeviceFraction(fraction);  // the disk keeps its share
+          setting.optimizer.device_fraction = fraction;
+        }
+        if (away) rig.Move(offload_optimizer_reload_states);
+        rig.Wait();
+        rig.NewGrads(solved.problem.steps[step]);
+        rig.BindAll();
+        rig.Step(solved.problem.steps[step]);
+        if (random.OneIn(3)) continue;
+        rig.Wait();
+        ASSERT_EQ(rig.Difference(solved.trace[step + 1]), "")
+            << "seed " << seed << ", device " << device << ", step " << step;
+      }
+      for (const offload_ticket_t save : saves) rig.Wait(save);
+      rig.Wait();
+      ASSERT_EQ(rig.Difference(solved.trace.back()), "")
+          << "seed " << seed << ", device " << device;
+      const offload_plan_t plan = rig.Plan();
+      moved += plan.elements[OFFLOAD_TIER_DISK] != at_commit;
+      EXPECT_EQ(OpenFilesIn(directory), 1 + seed % 3);
+      LifecycleRig other(solved.problem, setting);
+      const offload_plan_t made = other.Plan();
+      for (int32_t tier : {OFFLOAD_TIER_DEVICE, OFFLOAD_TIER_HOST, OFFLOAD_TIER_DISK}) {
+        EXPECT_EQ(plan.elements[tier], made.elements[tier]) << "seed " << seed;
+        EXPECT_EQ(rig.Stats().state_bytes[tier], other.Stats().state_bytes[tier]);
+      }
+      EXPECT_EQ(plan.disk_bytes, made.disk_bytes);
+      EXPECT_EQ(rig.Stats().host_bytes, plan.host_bytes);
+      for (size_t i = 0; i < saves.size(); ++i) {
+        MUST(other.TryLoad(directory / ("saved" + std::to_string(saved_after[i]))));
+        ASSERT_EQ(other.Difference(solved.trace[saved_after[i]]), "") << "seed " << seed;
+      }
+    }
+  }
+  EXPECT_GT(moved, rounds / 2);
 }
 
 // From disk to memory, from memory to disk, and to another share and size of chunks.
@@ -301,6 +393,35 @@ TEST(Disk, ASkippedStepWritesNothing) {
     EXPECT_EQ(rig.Difference(solved.trace[1]), "");
     EXPECT_EQ(rig.Stats().disk_written_bytes, written);
   }
+}
+
+// Host memory of state that has gone to disk is free, at the end of what the host has, too.
+TEST(Disk, StateThatGoesToDiskLeavesNoPageOnTheHost) {
+  const TemporaryDirectory directory;
+  const Solved solved(
+      RandomProblem(OFFLOAD_ADAMW, {{OFFLOAD_BF16, OFFLOAD_BF16, 0, 0, uint64_t{1} << 20}}, 1, 5));
+  LifecycleSetting setting;
+  setting.device_kind = OFFLOAD_DEVICE_HOST;
+  setting.optimizer.disk_paths = directory.path();
+  LifecycleRig rig(solved.problem, setting);
+  auto view = Make<offload_state_view_t>();
+  MUST(offload_optimizer_state(rig.optimizer(), 0, OFFLOAD_STATE_EXP_AVG, &view));
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(view.host_data) + 4095) / 4096 * 4096;
+  const uint64_t pages = (view.host_count * 4 - 4096) / 4096;
+  const auto present = [&] {
+    std::vector<unsigned char> of_pages(pages);
+    EXPECT_EQ(mincore(reinterpret_cast<void*>(begin), pages * 4096, of_pages.data()), 0);
+    return std::count_if(of_pages.begin(), of_pages.end(), [](auto page) { return page & 1; });
+  };
+  EXPECT_EQ(present(), static_cast<ptrdiff_t>(pages));
+  rig.SetFractions(0, 0.75);
+  rig.Wait();
+  EXPECT_LE(present(), static_cast<ptrdiff_t>(pages / 4 + 2));
+  EXPECT_GE(present(), static_cast<ptrdiff_t>(pages / 4 - 2));
+  rig.SetFractions(0, 1);
+  rig.Wait();
+  EXPECT_EQ(present(), 0);
+  EXPECT_EQ(rig.Difference(solved.trace[0]), "");
 }
 
 TEST(Disk, AViewTellsHowManyElementsHaveNoAddress) {

@@ -268,6 +268,11 @@ class LifecycleRig {
     MUST(offload_optimizer_set_device_fraction(optimizer_, fraction, &ticket));
     return ticket;
   }
+  offload_ticket_t SetFractions(double device, double disk) {
+    offload_ticket_t ticket = 0;
+    MUST(offload_optimizer_set_fractions(optimizer_, device, disk, &ticket));
+    return ticket;
+  }
 
   void SetGroups(const std::vector<offload_group_t>& groups) {
     for (uint32_t id = 0; id < groups.size(); ++id)

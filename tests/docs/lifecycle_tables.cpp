@@ -62,7 +62,7 @@ std::string BehindASave() {
          "| `step` | chunk by chunk, what the chunk overwrites |\n"
          "| " +
          others + " | nothing |\n| " + touching +
-         ", `set_device_fraction` | everything |\n"
+         ", `set_device_fraction`, `set_fractions` | everything |\n"
          "| `save`, `load` | and until the first one is complete |\n"
          "| `offload_optimizer_state`, `read_state`, `write_state` | **no** (INVALID_STATE): work "
          "is "

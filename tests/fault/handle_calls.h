@@ -147,6 +147,8 @@ inline std::vector<HandleCall> OptimizerCalls() {
        [=](void* h) { return offload_optimizer_undo_early_updates(as(h), nullptr); }},
       {"set_device_fraction",
        [=](void* h) { return offload_optimizer_set_device_fraction(as(h), 0.5, nullptr); }},
+      {"set_fractions",
+       [=](void* h) { return offload_optimizer_set_fractions(as(h), 0.5, 0, nullptr); }},
       {"state",
        [=](void* h) { return offload_optimizer_state(as(h), 0, OFFLOAD_STATE_MASTER, &view); }},
       {"read_state",

@@ -8,14 +8,14 @@
 namespace hybridopt {
 
 CpuExecutor::CpuExecutor(Context& context, const ParamTable& table, const StepPlan& plan,
-                         Lanes& lanes, DiskMemory* disk, ChunkQueue& queue, ChunkProgress& progress,
-                         const ChunkUpdater& updater)
+                         Lanes& lanes, const StateMemory& memory, ChunkQueue& queue,
+                         ChunkProgress& progress, const ChunkUpdater& updater)
     : context_(context),
       device_(context.device()),
       table_(table),
       plan_(plan),
       lanes_(lanes),
-      disk_(disk),
+      memory_(memory),
       queue_(queue),
       progress_(progress),
       updater_(updater) {
@@ -93,10 +93,11 @@ Status CpuExecutor::AwaitNext() {
 // A disk may be slow; meanwhile this retires chunks, because the caller may be waiting for their
 // params.
 Status CpuExecutor::AwaitState(uint32_t chunk) {
-  if (disk_ == nullptr) return {};
-  while (retired_ < sent_ && !disk_->IsReady(chunk)) HYBRIDOPT_TRY(AwaitRetire());
+  DiskMemory* const disk = memory_.disk();
+  if (disk == nullptr) return {};
+  while (retired_ < sent_ && !disk->IsReady(chunk)) HYBRIDOPT_TRY(AwaitRetire());
   const TraceRange range(lanes_.trace(), TraceRow::kSteps, "await state from disk", chunk);
-  return disk_->Await(chunk);
+  return disk->Await(chunk);
 }
 
 // Gives the first chunk to the workers. If this succeeds, from here on the workers advance the
@@ -175,7 +176,7 @@ void CpuExecutor::AfterUpdate() {
 
 Status CpuExecutor::MoveOn(uint32_t number) {
   const uint32_t slot = SlotOf(number);
-  if (disk_ != nullptr) disk_->Updated(slots_[slot].chunk);
+  if (DiskMemory* const disk = memory_.disk(); disk != nullptr) disk->Updated(slots_[slot].chunk);
   HYBRIDOPT_ASSIGN(const double seconds, lanes_.Seconds(lanes_.landed(slot)));
   task_->result->grads_down_seconds += seconds;
   lanes_.ring().ReleaseGrads(slot);
@@ -211,10 +212,10 @@ Result<bool> CpuExecutor::MayGive() {
   const Capture* const capture = task_->step.capture;
   if (given_ == taken_ || !HasSlot() || (capture != nullptr && capture->reads_state()))
     return false;
-  if (disk_ != nullptr) {
+  if (DiskMemory* const disk = memory_.disk(); disk != nullptr) {
     const uint32_t chunk = slots_[SlotOf(given_)].taken;
-    if (!disk_->IsReady(chunk)) return false;
-    HYBRIDOPT_TRY(disk_->Await(chunk));
+    if (!disk->IsReady(chunk)) return false;
+    HYBRIDOPT_TRY(disk->Await(chunk));
   }
   return device_.Reached(lanes_.landed(SlotOf(given_)).end);
 }

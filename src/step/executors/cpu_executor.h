@@ -32,7 +32,7 @@
 #include "base/function_ref.h"
 #include "machine/context.h"
 #include "machine/lanes.h"
-#include "place/disk_memory.h"
+#include "place/state_memory.h"
 #include "step/executors/chunk_queue.h"
 #include "step/executors/chunk_update.h"
 
@@ -42,7 +42,7 @@ class CpuExecutor {
  public:
   // `disk` is NULL if no state is on disk.
   CpuExecutor(Context& context, const ParamTable& table, const StepPlan& plan, Lanes& lanes,
-              DiskMemory* disk, ChunkQueue& queue, ChunkProgress& progress,
+              const StateMemory& memory, ChunkQueue& queue, ChunkProgress& progress,
               const ChunkUpdater& updater);
   void UseRing();  // to be called when the lanes have another ring
 
@@ -112,7 +112,7 @@ class CpuExecutor {
   const ParamTable& table_;
   const StepPlan& plan_;
   Lanes& lanes_;
-  DiskMemory* const disk_;
+  const StateMemory& memory_;
   ChunkQueue& queue_;
   ChunkProgress& progress_;
   const ChunkUpdater& updater_;

@@ -139,7 +139,7 @@ TEST(Disk, WhatDoesNotGoTogetherIsRefusedWithTheWayOut) {
       {[](Options& o) { o.device_fraction = 0.75; }, OFFLOAD_INVALID_ARGUMENT,
        "device_fraction is 0.75 and disk_fraction is 0.5, expected at most 1 together"},
       {[](Options& o) { o.disk_paths = nullptr; }, OFFLOAD_INVALID_ARGUMENT,
-       "disk_fraction is 0.5, but disk_paths is NULL; name a directory there"},
+       "disk_fraction is 0.5, but options.disk_paths is NULL; name a directory there"},
       {[](Options& o) { o.disk_paths = "::"; }, OFFLOAD_INVALID_ARGUMENT,
        "disk_paths is '::', which names no directory"},
       {[](Options& o) {
@@ -199,14 +199,87 @@ TEST(Disk, WhatOnlyADeviceWithMemoryOfItsOwnHasIsRefusedToo) {
   }
 }
 
-TEST(Disk, TheDeviceFractionStays) {
+TEST(Disk, FractionsThatDoNotGoAreRefusedAndNothingHasChanged) {
   const TemporaryDirectory directory;
-  const Unready ready(OnDisk(directory.path().c_str()));
+  FaultyFiles files;
+  const Unready ready(OnDisk(directory.path().c_str()), &files);
   ASSERT_EQ(ready.status, OFFLOAD_OK);
-  offload_ticket_t ticket = 0;
-  EXPECT_EQ(offload_optimizer_set_device_fraction(ready.optimizer, 0.25, &ticket),
+  auto plan = Make<offload_plan_t>();
+  MUST(offload_optimizer_plan(ready.optimizer, &plan));
+  const auto expect_refused = [&](double device, double disk, int32_t status,
+                                  const std::string& text) {
+    EXPECT_EQ(offload_optimizer_set_fractions(ready.optimizer, device, disk, nullptr), status);
+    EXPECT_TRUE(Contains(offload_last_error(), text)) << offload_last_error();
+    auto now = Make<offload_plan_t>();
+    MUST(offload_optimizer_plan(ready.optimizer, &now));
+    EXPECT_EQ(now.elements[OFFLOAD_TIER_DISK], plan.elements[OFFLOAD_TIER_DISK]);
+  };
+  expect_refused(0, NAN, OFFLOAD_INVALID_ARGUMENT, "disk_fraction is nan, expected 0");
+  expect_refused(0, 1.5, OFFLOAD_INVALID_ARGUMENT, "disk_fraction is 1.5, expected 0");
+  expect_refused(0.5, 0.75, OFFLOAD_INVALID_ARGUMENT,
+                 "device_fraction is 0.5 and disk_fraction is 0.75, expected at most 1 together");
+  files.Inject(Operation::kAllocate, 0, ENOSPC, true);
+  expect_refused(0, 0.75, OFFLOAD_IO_FAILED, "options.disk_paths names '" + directory.path() + "'");
+  files.Heal();
+  EXPECT_EQ(offload_optimizer_set_device_fraction(ready.optimizer, 0.75, nullptr),
+            OFFLOAD_INVALID_ARGUMENT);
+  EXPECT_TRUE(Contains(offload_last_error(), "lower one of them")) << offload_last_error();
+  EXPECT_EQ(offload_optimizer_set_fractions(ready.optimizer, 0, 0.75, nullptr), OFFLOAD_OK);
+}
+
+TEST(Disk, AFractionOnDiskNeedsADirectoryAndNoParamThatIsPlacedOnTheHost) {
+  const TemporaryDirectory directory;
+  offload_optimizer_options_t options = OnDisk(nullptr);
+  options.disk_fraction = 0;
+  const Unready nowhere(options);
+  ASSERT_EQ(nowhere.status, OFFLOAD_OK);
+  EXPECT_EQ(offload_optimizer_set_fractions(nowhere.optimizer, 0, 0.5, nullptr),
+            OFFLOAD_INVALID_ARGUMENT);
+  EXPECT_TRUE(Contains(offload_last_error(),
+                       "disk_fraction is 0.5, but options.disk_paths is NULL; name a directory"))
+      << offload_last_error();
+  options.disk_paths = directory.path().c_str();
+  const Unready placed(options, nullptr, OFFLOAD_PLACE_HOST);
+  ASSERT_EQ(placed.status, OFFLOAD_OK);
+  EXPECT_EQ(offload_optimizer_set_fractions(placed.optimizer, 0, 0.5, nullptr),
             OFFLOAD_UNSUPPORTED);
-  EXPECT_TRUE(Contains(offload_last_error(), "make an optimizer with other fractions and load"));
+  EXPECT_TRUE(
+      Contains(offload_last_error(),
+               "param 'weights' has placement OFFLOAD_PLACE_HOST, but disk_fraction is 0.5"))
+      << offload_last_error();
+}
+
+// Every read and write of a change fails once.
+TEST(Disk, AChangeThatFailsEndsTheOptimizerAndTheLastCheckpointLoads) {
+  const Solved solved(SmallProblem());
+  for (int32_t device : DevicesUnderTest()) {
+    uint64_t lost = 0;
+    for (const Operation operation : {Operation::kRead, Operation::kWrite}) {
+      for (uint64_t failing = 0, ended = 0; ended == 0; ++failing) {
+        const TemporaryDirectory directory(Parent());
+        const std::string path = directory / "saved";
+        FaultyFiles files;
+        LifecycleSetting setting = SettingOf(device, &files, directory.path());
+        setting.optimizer.disk_fraction = 0.5;
+        LifecycleRig rig(solved.problem, setting);
+        (void)rig.StepOnce(solved.problem.steps[0]);
+        rig.Wait(rig.Save(path));
+        files.Inject(operation, failing, EIO, false);
+        const offload_ticket_t ticket = rig.SetFractions(0, 0.75);
+        ended = offload_optimizer_wait(rig.optimizer(), ticket, -1) == OFFLOAD_OK;
+        if (ended != 0) break;
+        EXPECT_TRUE(Contains(offload_last_error(), "is lost")) << offload_last_error();
+        EXPECT_EQ(rig.TryStep(solved.problem.steps[1]), OFFLOAD_POISONED);
+        files.Heal();
+        LifecycleRig next(solved.problem, setting);
+        MUST(next.TryLoad(path));
+        EXPECT_EQ(next.Difference(solved.trace[1]), "") << failing;
+        ASSERT_LT(++lost, 1000u);
+      }
+    }
+    // 5 chunks are read and 8 are written, of 2 or 3 arrays each.
+    EXPECT_GE(lost, (5u + 8u) * 2) << "device " << device;
+  }
 }
 
 // ---------------------------------------------------------------------------------------- steps --

@@ -808,6 +808,12 @@ extern "C" {
         device_fraction: f64,
         ticket: *mut offload_ticket_t,
     ) -> i32;
+    pub fn offload_optimizer_set_fractions(
+        optimizer: offload_optimizer_t,
+        device_fraction: f64,
+        disk_fraction: f64,
+        ticket: *mut offload_ticket_t,
+    ) -> i32;
     pub fn offload_optimizer_state(
         optimizer: offload_optimizer_t,
         param: u32,

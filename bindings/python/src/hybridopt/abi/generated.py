@@ -1040,6 +1040,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "offload_optimizer_reload_states": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
     "offload_optimizer_refresh_masters": (ctypes.c_int32, [offload_optimizer_t, POINTER(offload_move_options_t), POINTER(offload_ticket_t)]),
     "offload_optimizer_set_device_fraction": (ctypes.c_int32, [offload_optimizer_t, ctypes.c_double, POINTER(offload_ticket_t)]),
+    "offload_optimizer_set_fractions": (ctypes.c_int32, [offload_optimizer_t, ctypes.c_double, ctypes.c_double, POINTER(offload_ticket_t)]),
     "offload_optimizer_state": (ctypes.c_int32, [offload_optimizer_t, ctypes.c_uint32, ctypes.c_int32, POINTER(offload_state_view_t)]),
     "offload_optimizer_read_state": (ctypes.c_int32, [offload_optimizer_t, ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64, POINTER(ctypes.c_float)]),
     "offload_optimizer_write_state": (ctypes.c_int32, [offload_optimizer_t, ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_uint64, POINTER(ctypes.c_float)]),
