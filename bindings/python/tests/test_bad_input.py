@@ -517,6 +517,7 @@ def test_options_of_the_whole_optimizer_are_refused_in_a_group(option, value):
 
 
 WAYS_OUT = {
+    "disk_fraction": r"call optimizer.set_offload_fraction\(\)",
     "max_grad_norm": "assign optimizer.max_grad_norm",
     "offload_fraction": r"call optimizer.set_offload_fraction\(\)",
     "overlap": r"call optimizer.overlap\(\)",

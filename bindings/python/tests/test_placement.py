@@ -152,9 +152,9 @@ def test_auto_moves_state_between_steps_and_says_so(noticed_by, monkeypatch, cap
         lambda _, options: leftover if options["offload_fraction"] == AUTO else None,
     )
     moved = []
-    move = Engine.set_device_fraction
+    move = Engine.set_fractions
     monkeypatch.setattr(
-        Engine, "set_device_fraction", lambda *given: (moved.append(given[-1]), move(*given))
+        Engine, "set_fractions", lambda *given: (moved.append(given[-2]), move(*given))
     )
     params = [torch.nn.Parameter(torch.ones(8)), torch.nn.Parameter(torch.ones(8))]
     optimizer = hybridopt.AdamW(params[:1], offload_fraction="auto", threads=1)
@@ -489,8 +489,7 @@ def test_reports_tell_what_is_on_disk(tmp_path):
     ("options", "text"),
     [
         ({"disk_fraction": 0.5}, "disk_paths is None with disk_fraction=0.5, expected a directory"),
-        ({"disk_paths": "."}, r"disk_fraction is 0 with disk_paths=\('.',\), expected a share above 0.0"),
-        ({"disk_ring_bytes": 9}, "disk_ring_bytes is 9 with disk_fraction=0, expected 0"),
+        ({"disk_ring_bytes": 9}, "disk_ring_bytes is 9 without disk_paths, expected 0"),
         ({"disk_fraction": 0.5, "disk_paths": ["a:b"]}, r"Invalid disk_paths: \['a:b'\], expected a directory, or several"),
         (
             {"disk_fraction": 0.5, "disk_paths": ".", "offload_fraction": 0.25},
@@ -498,19 +497,19 @@ def test_reports_tell_what_is_on_disk(tmp_path):
         ),
         (
             {"disk_fraction": 0.5, "disk_paths": ".", "offload_fraction": "auto"},
-            "offload_fraction='auto' with disk_fraction=0.5: .*; give offload_fraction a number",
+            r"offload_fraction='auto' with disk_paths=\('.',\): .*; give offload_fraction a number",
         ),
         (
-            {"disk_fraction": 0.5, "disk_paths": ".", "host_executors": "streamed"},
-            "host_executors='streamed' with disk_fraction=0.5: CPU threads update state on disk",
+            {"disk_paths": ".", "host_executors": "streamed"},
+            r"host_executors='streamed' with disk_paths=\('.',\): CPU threads update state on disk",
         ),
         (
             {"disk_fraction": 0.5, "disk_paths": ".", "early_update_bytes": 9},
-            "early_update_bytes=9 with disk_fraction=0.5: .*; leave early_update_bytes out",
+            r"early_update_bytes=9 with disk_paths=\('.',\): .*; leave early_update_bytes out",
         ),
         (
             {"disk_fraction": 0.5, "disk_paths": ".", "save_buffer_bytes": 9},
-            "save_buffer_bytes=9 with disk_fraction=0.5: a step waits .*; leave save_buffer_bytes out",
+            r"save_buffer_bytes=9 with disk_paths=\('.',\): a step waits .*; leave save_buffer_bytes out",
         ),
     ],
 )
@@ -519,14 +518,39 @@ def test_options_that_do_not_go_together_are_refused(options, text):
         hybridopt.AdamW(module().named_parameters(), **options)
 
 
-def test_the_fraction_does_not_change_with_state_on_disk(tmp_path):
+def test_fractions_that_do_not_go_leave_state_where_it_is(tmp_path):
     optimizer, model = made(tmp_path, 0.5, steps=range(1))
-    before = everything(optimizer, model)
+    before, on_disk = everything(optimizer, model), optimizer.plan().elements.disk
     with pytest.raises(ValueError, match="^disk_fraction=0.5 with offload_fraction=0.25, expected at most that"):
         optimizer.set_offload_fraction(0.25)
-    with pytest.raises(abi.UnsupportedError, match="^offload_fraction 0.75, but disk_fraction is 0.5, .*; save, make"):
-        optimizer.set_offload_fraction(0.75)
-    assert everything(optimizer, model) == before
+    with pytest.raises(ValueError, match="^Invalid disk_fraction: 1.5, expected 0.0 .no state on disk. to 1.0"):
+        optimizer.set_offload_fraction(1.0, disk_fraction=1.5)
+    assert everything(optimizer, model) == before and optimizer.plan().elements.disk == on_disk
+    in_memory = hybridopt.AdamW(module().named_parameters())
+    with pytest.raises(ValueError, match="^disk_paths is None with disk_fraction=0.5, .*, where the optimizer is made"):
+        in_memory.set_offload_fraction(1.0, disk_fraction=0.5)
+
+
+def test_state_moves_to_disk_and_back_between_steps(tmp_path):
+    """Also before the first step, with state that has been read and written, and beside a saved state dict."""
+    plain, plain_model = made(tmp_path, 0.0)
+    optimizer, model = made(tmp_path, 0.0, disk_paths=str(tmp_path))
+    count = sum(param.numel() for param in model.parameters())
+    shares = (0.5, None, 1.0, 0.25, 0.0, 0.75)
+    written = 0
+    for seed, share in enumerate(shares):
+        optimizer.set_offload_fraction(1.0, disk_fraction=share)
+        for each, params in ((plain, plain_model.parameters()), (optimizer, model.parameters())):
+            params = list(params)
+            run(each, params, [seed])
+            each.state[params[0]]["exp_avg"].add_(0.125)
+        assert everything(optimizer, model) == everything(plain, plain_model)
+        share = 0.5 if share is None else share
+        assert abs(optimizer.plan().elements.disk - share * count) <= 1
+        assert optimizer.stats().disk_written_bytes >= written
+        written = optimizer.stats().disk_written_bytes
+    assert written > 0
+
 
 
 def test_a_directory_that_there_is_not_and_a_small_ring_are_told(tmp_path):

@@ -207,8 +207,11 @@ def a_ring_that_is_too_small(folder):
     trained(disk_fraction=1.0, disk_paths=folder, disk_ring_bytes=1)
 
 
-def a_share_that_does_not_change_on_disk(folder):
-    trained(disk_fraction=0.5, disk_paths=folder).set_offload_fraction(0.75)
+def a_larger_share_on_a_disk_that_has_gone(folder):
+    (folder / "drive").mkdir(exist_ok=True)
+    optimizer = trained(disk_fraction=0.5, disk_paths=folder / "drive")
+    (folder / "drive").rmdir()
+    optimizer.set_offload_fraction(1.0, disk_fraction=0.75)
 
 
 def params_moved_without_room(_):
@@ -326,15 +329,15 @@ def test_early_updates_on_a_gpu_that_there_cannot_be_are_told(options, algorithm
 
 
 def test_muon_on_a_gpu_leaves_no_update_to_the_cpu():
-    def executors(algorithm, chosen, disk_fraction=0.0):
+    def executors(algorithm, chosen, disk_paths=()):
         wanted = Wanted([{"algorithm": abi.OFFLOAD_ADAMW}, {"algorithm": algorithm}], [])
-        options = {"host_executors": chosen, "disk_fraction": disk_fraction}
+        options = {"host_executors": chosen, "disk_paths": disk_paths}
         return making.host_executors_of(options, wanted, torch.device("cuda"))
 
     assert executors(abi.OFFLOAD_ADAMW, "auto") == "auto" and executors(abi.OFFLOAD_ADAMW, "cpu") == "cpu"
     assert executors(abi.OFFLOAD_MUON, "auto") == executors(abi.OFFLOAD_MUON, "streamed") == "streamed"
     with pytest.raises(ValueError, match="host_executors='cpu' with Muon on a GPU: only the GPU .*; set host_executors='auto'"):
         executors(abi.OFFLOAD_MUON, "cpu")
-    assert executors(abi.OFFLOAD_ADAMW, "auto", 0.5) == "auto"
-    with pytest.raises(ValueError, match="disk_fraction=0.5 with Muon on a GPU: .*; leave disk_fraction out"):
-        executors(abi.OFFLOAD_MUON, "auto", 0.5)
+    assert executors(abi.OFFLOAD_ADAMW, "auto", ("a",)) == "auto"
+    with pytest.raises(ValueError, match=r"disk_paths=\('a',\) with Muon on a GPU: .*; leave disk_paths out"):
+        executors(abi.OFFLOAD_MUON, "auto", ("a",))

@@ -113,6 +113,22 @@ impl<'q, 'a> Queue<'q, 'a> {
         Ok(Ticket(ticket))
     }
 
+    /// The same for the fraction on disk too, which needs directories ([`OptimizerOptions`]); `set_device_fraction`
+    /// leaves it as it is.
+    pub fn set_fractions(&mut self, device_fraction: f64, disk_fraction: f64) -> Result<Ticket> {
+        let mut ticket = 0;
+        // SAFETY: the handle is alive, and the ticket is written during the call.
+        check(unsafe {
+            sys::offload_optimizer_set_fractions(
+                self.handle(),
+                device_fraction,
+                disk_fraction,
+                &mut ticket,
+            )
+        })?;
+        Ok(Ticket(ticket))
+    }
+
     /// Undoes early updates, and makes none before the next step has ended.
     pub fn undo_early_updates(&mut self) -> Result<Ticket> {
         let mut ticket = 0;
@@ -217,6 +233,11 @@ impl<'a> Optimizer<'a> {
     /// See [`Queue::set_device_fraction`].
     pub fn set_device_fraction(&mut self, device_fraction: f64) -> Result<()> {
         self.queue(|queue| queue.set_device_fraction(device_fraction).map(drop))
+    }
+
+    /// See [`Queue::set_fractions`].
+    pub fn set_fractions(&mut self, device_fraction: f64, disk_fraction: f64) -> Result<()> {
+        self.queue(|queue| queue.set_fractions(device_fraction, disk_fraction).map(drop))
     }
 
     /// See [`Queue::undo_early_updates`].

@@ -333,10 +333,10 @@ class Optimizer(Handle):
     def refresh_masters(self, **options: Any) -> int:
         return self._move("offload_optimizer_refresh_masters", options)
 
-    def set_device_fraction(self, device_fraction: float) -> int:
-        """Queues a change of how much state is on the device, and returns its ticket."""
+    def set_fractions(self, device_fraction: float, disk_fraction: float) -> int:
+        """Queues a change of how much state is on the device and on disk, and returns its ticket."""
         ticket = c.offload_ticket_t()
-        self._call("offload_optimizer_set_device_fraction", self.value, device_fraction, ticket)
+        self._call("offload_optimizer_set_fractions", self.value, device_fraction, disk_fraction, ticket)
         return ticket.value
 
     def state(self, param: int, kind: int) -> c.offload_state_view_t:

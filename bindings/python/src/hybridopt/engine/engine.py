@@ -120,13 +120,13 @@ class Engine:
         """Waits for everything queued. A failed save raises from its own ticket, not here."""
         self.handle.drain()
 
-    def set_device_fraction(self, state: dict[Tensor, Any], device_fraction: float) -> None:
-        """Changes how much of the state is on the device. Views of moved state are replaced by new ones."""
+    def set_fractions(self, state: dict[Tensor, Any], device_fraction: float, disk_fraction: float) -> None:
+        """Changes how much of the state is on the device and on disk. Views of moved state are replaced by new ones."""
         self.settle()
         self.wait()
         self.shown.hide(state, everywhere=True)
         try:
-            self.handle.set_device_fraction(device_fraction)
+            self.handle.set_fractions(device_fraction, disk_fraction)
             self.wait()
         finally:
             if not self.states_are_offloaded:

@@ -77,10 +77,10 @@ def _only_device_updates(wanted: Wanted, device: torch.device) -> bool:
 def host_executors_of(options: OffloadOptions, wanted: Wanted, device: torch.device) -> str:
     """Who updates the host share. CPU threads would give matrices of Muon other bits than a GPU."""
     chosen = options["host_executors"]
-    if options["disk_fraction"] > 0 and _only_device_updates(wanted, device):
+    if options["disk_paths"] and _only_device_updates(wanted, device):
         raise ValueError(
-            f"disk_fraction={options['disk_fraction']} with Muon on a GPU: only the GPU updates its matrices, and only CPU "
-            "threads update state on disk; leave disk_fraction out"
+            f"disk_paths={options['disk_paths']} with Muon on a GPU: only the GPU updates its matrices, and only CPU "
+            "threads update state on disk; leave disk_paths out"
         )
     if device.type == "cpu" and chosen == "streamed":
         raise ValueError(

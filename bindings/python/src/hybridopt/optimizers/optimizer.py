@@ -498,33 +498,40 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         self._sample("reload")
 
     @in_no_mode
-    def set_offload_fraction(self, offload_fraction: float) -> None:
+    def set_offload_fraction(self, offload_fraction: float, disk_fraction: float | None = None) -> None:
         """Changes how much of the state is on the host, from 0.0 (all state on the device) to 1.0 (all on the
         host), without a change of its bits. It returns when the content has been copied and the memory that
         is no longer needed has been freed, on both sides. If the device or the host lacks memory, it raises
         and nothing has changed.
 
+        `disk_fraction` is the part of it that lives on disk, in the `disk_paths` that the optimizer was made with; None
+        leaves that as it is. Then all state on disk is read and written once, and until that has been done the disk
+        has it twice.
+
         Tensors that were taken from `state` before are no longer the optimizer's: read `state` again."""
         self._engines.check_open(self)
         refuse_capture()
         placement.check_fraction(offload_fraction)
-        disk.check_offload_fraction(offload_fraction, self._options["disk_fraction"])
+        on_disk = self._options["disk_fraction"] if disk_fraction is None else disk_fraction
+        on_disk = disk.fraction_of("disk_fraction", on_disk)
+        disk.check_fractions(offload_fraction, on_disk, self._options["disk_paths"])
         self._engines.end_aside(self)
         if self._engine is not None:
-            self._move_state(1.0 - offload_fraction)
+            self._move_state(1.0 - offload_fraction, on_disk)
             self._placement = placement.chosen(offload_fraction, self._engine.device.type == "cpu")
         self._leftover = None
         self._options = {
             **self._options,
             "offload_fraction": float(offload_fraction),
+            "disk_fraction": on_disk,
             "device_budget_bytes": None,
             "device_headroom": None,
         }
         self._sample("set_offload_fraction")
 
-    def _move_state(self, device_fraction: float) -> None:
+    def _move_state(self, device_fraction: float, disk_fraction: float = 0.0) -> None:
         engine = self._ready_engine()  # this adopts changes of `state`
-        engine.set_device_fraction(self._state, device_fraction)
+        engine.set_fractions(self._state, device_fraction, disk_fraction)
 
     def _note_placement(self, chosen: Placement | None) -> None:
         """Records a choice of offload_fraction="auto", if there is one."""

@@ -436,9 +436,9 @@ class ShardedMuon(torch.optim.Optimizer):
         """As of hybridopt.Muon, for what offload() has moved."""
         self._local.reload(states=states)
 
-    def set_offload_fraction(self, offload_fraction: float) -> None:
+    def set_offload_fraction(self, offload_fraction: float, disk_fraction: float | None = None) -> None:
         """As of hybridopt.Muon, for the state that this rank has."""
-        self._local.set_offload_fraction(offload_fraction)
+        self._local.set_offload_fraction(offload_fraction, disk_fraction)
 
     def close(self) -> None:
         """As of hybridopt.Muon. All ranks call it."""

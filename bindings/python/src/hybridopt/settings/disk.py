@@ -6,8 +6,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..base.checks import listed, shown
+from ..base.checks import is_number, listed, shown
 from .placement import AUTO
+
+
+def fraction_of(name: str, value: Any) -> float:
+    if not is_number(value) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"Invalid {name}: {shown(value)}, expected 0.0 (no state on disk) to 1.0 (all of it)")
+    return float(value)
 
 
 def paths_of(name: str, value: Any) -> tuple[str, ...]:
@@ -32,39 +38,37 @@ def joined(paths: Any) -> bytes | None:
 
 def check(options: Mapping[str, Any]) -> None:
     """Raises if the options of an optimizer contradict each other."""
-    fraction, paths, ring_bytes = options["disk_fraction"], options["disk_paths"], options["disk_ring_bytes"]
-    if fraction == 0.0:
-        if paths:
+    fraction, paths = options["disk_fraction"], options["disk_paths"]
+    check_fractions(options["offload_fraction"], fraction, paths)
+    if not paths:
+        if ring_bytes := options["disk_ring_bytes"]:
             raise ValueError(
-                f"disk_fraction is 0 with disk_paths={shown(paths)}, expected a share above 0.0; set it, or leave "
-                "disk_paths out"
-            )
-        if ring_bytes:
-            raise ValueError(
-                f"disk_ring_bytes is {ring_bytes} with disk_fraction=0, expected 0; set disk_fraction, or leave "
+                f"disk_ring_bytes is {ring_bytes} without disk_paths, expected 0; name a directory there, or leave "
                 "disk_ring_bytes out"
             )
         return
-    if not paths:
-        raise ValueError(f"disk_paths is {paths or None} with disk_fraction={fraction}, expected a directory, or several")
-    check_offload_fraction(options["offload_fraction"], fraction)
     for name, rest, instead in (
         ("host_executors", ("auto", "cpu"), "CPU threads update state on disk; leave host_executors out"),
         ("early_update_bytes", (0,), "state on disk is not updated before its step; leave early_update_bytes out"),
         ("save_buffer_bytes", (0, AUTO), "a step waits until a save has read state on disk; leave save_buffer_bytes out"),
     ):
         if (value := options[name]) not in rest:
-            raise ValueError(f"{name}={shown(value)} with disk_fraction={fraction}: {instead}, or disk_fraction")
+            raise ValueError(f"{name}={shown(value)} with disk_paths={shown(paths)}: {instead}, or disk_paths")
 
 
-def check_offload_fraction(offload_fraction: float | str, disk_fraction: float) -> None:
-    """Raises if less state is off the device than is to be on disk."""
-    if offload_fraction == AUTO:
+def check_fractions(offload_fraction: float | str, disk_fraction: float, paths: Any) -> None:
+    """Raises if there is no directory for the state on disk, or if less state is off the device than is to be there."""
+    if disk_fraction > 0.0 and not paths:
         raise ValueError(
-            f"offload_fraction='auto' with disk_fraction={disk_fraction}: with state on disk the share on the device "
-            "does not change; give offload_fraction a number"
+            f"disk_paths is {paths or None} with disk_fraction={disk_fraction}, expected a directory, or several, where "
+            "the optimizer is made"
         )
-    if disk_fraction > offload_fraction:  # type: ignore[operator]
+    if paths and offload_fraction == AUTO:
+        raise ValueError(
+            f"offload_fraction='auto' with disk_paths={shown(paths)}: it moves state between the device and the host "
+            "alone; give offload_fraction a number"
+        )
+    if offload_fraction != AUTO and disk_fraction > offload_fraction:  # type: ignore[operator]
         raise ValueError(
             f"disk_fraction={disk_fraction} with offload_fraction={offload_fraction}, expected at most that: the state "
             "on disk is a part of what is not on the device"

@@ -228,7 +228,8 @@ class OffloadOptions(TypedDict, total=False):
             """share of the state's elements that lives on disk, a part of offload_fraction: the last params. For state
             that does not fit into host memory. CPU threads update it. The same bits. `state` shows copies of it, which
             the next step lets go.""",
-            expect(lambda v: is_number(v) and 0.0 <= v <= 1.0, "0.0 (no state on disk) to 1.0 (all of it)"),
+            disk.fraction_of,
+            changed_by="call optimizer.set_offload_fraction()",
         ),
     ]
     disk_paths: Annotated[
@@ -237,7 +238,7 @@ class OffloadOptions(TypedDict, total=False):
             "path or paths",
             None,
             """directories for that, one on each drive, over which state is spread. The files have no name and end with
-            the process; they are no checkpoint.""",
+            the process; they are no checkpoint. With disk_fraction=0.0 state may go there later.""",
             disk.paths_of,
         ),
     ]
