@@ -870,7 +870,7 @@ OPTIONS = {
     "host_executors": (set(), {}),
     "early_update_bytes": ({"0", "1"}, {}),
     "save_buffer_bytes": ({"0", "1"}, {}),
-    "disk_fraction": ({"1"}, {"disk_paths": "."}),
+    "disk_fraction": ({"0", "1"}, {"disk_paths": "."}),
     "disk_paths": ({"'1'", "['x']"}, {"disk_fraction": 1}),
     "disk_ring_bytes": ({"0", "1"}, {"disk_fraction": 1, "disk_paths": "."}),
     "threads": ({"0", "1"}, {}),
