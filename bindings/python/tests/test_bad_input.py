@@ -910,6 +910,7 @@ CALLS = {
     "movable": lambda optimizer, value: one_param(movable=value),
     "max_grad_norm": lambda optimizer, value: setattr(optimizer, "max_grad_norm", value),
     "offload_fraction": lambda optimizer, value: optimizer.set_offload_fraction(value),
+    "disk_fraction": lambda optimizer, value: optimizer.set_offload_fraction(1.0, disk_fraction=value),
     "micro_batches": lambda optimizer, value: optimizer.hook_gradients(micro_batches=value).remove(),
     "grad_scaler": lambda optimizer, value: optimizer.hook_gradients(grad_scaler=value).remove(),
     "overlap": lambda optimizer, value: optimizer.overlap(value),
@@ -920,6 +921,7 @@ WHAT_CALLS_TAKE = {
     "movable": OPTIONS["movable"][0],
     "max_grad_norm": OPTIONS["max_grad_norm"][0],
     "offload_fraction": {"0", "1"},
+    "disk_fraction": {"0", "None"},  # without disk_paths
     "micro_batches": {"1", repr(10**23), repr(10**400), "None"},
     "grad_scaler": {"None"},
     "progress": {"True", "False", "None", repr(len)},
@@ -978,8 +980,7 @@ def test_an_option_that_is_assigned_is_refused_or_takes_effect(kind, name):
         optimizer.max_grad_norm = 2.0
         assert optimizer._options["max_grad_norm"] == 2.0
         return
-    ways_out = {"offload_fraction": "call optimizer.set_offload_fraction()", "overlap": "call optimizer.overlap()"}
-    way_out = re.escape(ways_out.get(name, "give it to the constructor"))
+    way_out = WAYS_OUT.get(name, "give it to the constructor")
     before = dict(vars(optimizer))
     with pytest.raises(AttributeError, match=rf"^{kind.__name__}\.{name} = .* would have no effect.*; {way_out}$"):
         setattr(optimizer, name, DEFAULT_OPTIONS[name])
