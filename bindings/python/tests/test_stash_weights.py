@@ -783,6 +783,16 @@ def test_a_param_that_is_frozen_after_its_gradient_is_stepped_with_it(make):
     assert bits(model.parameters()) == bits(other.parameters())
 
 
+def test_another_optimizers_step_refuses_a_wrong_param_in_its_own_words():
+    model, _ = pair()
+    stash = stash_of()
+    stash.wrap(model.blocks, weights=True, activations=False)
+    other = hybridopt.AdamW([nn.Parameter(torch.ones(2))])
+    other.param_groups[0]["params"].append(("name", nn.Parameter(torch.ones(2))))
+    with pytest.raises(TypeError, match="expected a parameter; its name belongs into the group's 'param_names'"):
+        other.step()
+
+
 def test_a_param_that_was_trained_and_is_frozen_comes_up_for_a_step_and_does_not_go_down_again():
     model, _ = pair()
     stash = stash_of()

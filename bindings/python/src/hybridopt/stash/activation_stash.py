@@ -694,7 +694,8 @@ def _hook_steps() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """torch calls this before the step of any optimizer."""
     lists = [group.get("params") for group in optimizer.param_groups]
-    params = [param for each in lists if isinstance(each, (list, tuple)) for param in each]  # the step refuses others
+    entries = [entry for each in lists if isinstance(each, (list, tuple)) for entry in each]
+    params = [entry for entry in entries if isinstance(entry, Tensor)]  # the step refuses others
     for keeper in list(keepers):
         keeper.come_for_step(params)
 
