@@ -35,7 +35,7 @@ uint64_t MatrixOffset(const LaneSizes& sizes) {
 
 // The offset at which the device's ring begins.
 uint64_t RingOffset(const LaneSizes& sizes) {
-  return MatrixOffset(sizes) + (sizes.streams_state ? 2 : 1) * MatrixBytes(sizes);
+  return MatrixOffset(sizes) + sizes.matrix_streams * MatrixBytes(sizes);
 }
 
 uint64_t SlotBytes(const LaneSizes& sizes) {
@@ -128,6 +128,7 @@ Result<LaneScratch> LaneScratch::Take(Context& context, const LaneSizes& sizes) 
   scratch.device_ = &context.device();
   scratch.device_grad_elements_ = sizes.device_grad_elements;
   scratch.matrix_offset_ = MatrixOffset(sizes);
+  scratch.matrix_streams_ = sizes.matrix_streams;
   scratch.ring_offset_ = RingOffset(sizes);
   scratch.ring_bytes_ = sizes.stream_ring_bytes;
   HYBRIDOPT_TRY(scratch.MakeEvents(sizes.stream_slots));
@@ -220,8 +221,8 @@ void Lanes::UseScratch(LaneScratch& scratch) {
   device_grads = present ? reinterpret_cast<float*>(changes + change_bytes_) : nullptr;
   const bool has_matrices = present && matrix_bytes_ > 0;
   matrix_workspace = has_matrices ? scratch_.matrix_data() : nullptr;
-  stream_matrix_workspace =
-      has_matrices && state_update != nullptr ? scratch_.matrix_data() + matrix_bytes_ : nullptr;
+  const uint64_t second = scratch_.matrix_streams() > 1 ? matrix_bytes_ : 0;
+  stream_matrix_workspace = has_matrices ? scratch_.matrix_data() + second : nullptr;
 }
 
 Result<StreamHandle> Lanes::NewStream(const char* label) {

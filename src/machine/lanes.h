@@ -46,6 +46,7 @@ struct LaneSizes {
   uint64_t change_words = 0;          // of bits on the device, two for each element
   uint64_t device_grad_elements = 0;  // room in fp32 for gradients that a step copies up
   uint64_t matrix_bytes = 0;          // workspace of each stream that updates matrices
+  uint32_t matrix_streams = 1;        // 2 if matrices are on the device and others go through it
   bool streams_state = false;         // state may go through the device's ring, now or later
   uint32_t stream_slots = 0;          // most chunks in the device's ring; 0: no ring
   uint64_t stream_ring_bytes = 0;
@@ -88,8 +89,8 @@ class LaneRing {
 // Device memory for norm sums, the verdict, the bits of elements that the device changes, gradients
 // that the host holds and a step copies up, and the ring through which state streams.
 //
-//   | verdict | block sums | changes | gradients copied up | matrices: compute stream, ring's
-//   stream | ring |
+//   | verdict | block sums | changes | gradients copied up | matrices: one workspace for each
+//   stream that updates them | ring |
 class LaneScratch {
  public:
   LaneScratch() = default;
@@ -102,6 +103,7 @@ class LaneScratch {
     std::swap(device_grad_elements_, other.device_grad_elements_);
     std::swap(ring_offset_, other.ring_offset_);
     std::swap(matrix_offset_, other.matrix_offset_);
+    std::swap(matrix_streams_, other.matrix_streams_);
     std::swap(ring_bytes_, other.ring_bytes_);
     std::swap(slots_, other.slots_);
     return *this;
@@ -110,6 +112,7 @@ class LaneScratch {
   std::byte* data() const { return static_cast<std::byte*>(data_); }
   std::span<const StreamSlot> slots() const { return slots_; }
   std::byte* matrix_data() const { return data() + matrix_offset_; }
+  uint32_t matrix_streams() const { return matrix_streams_; }
   std::span<std::byte> ring() const { return {data() + ring_offset_, ring_bytes_}; }
 
  private:
@@ -119,6 +122,7 @@ class LaneScratch {
   void* data_ = nullptr;  // device
   uint64_t device_grad_elements_ = 0;
   uint64_t matrix_offset_ = 0;
+  uint32_t matrix_streams_ = 1;
   uint64_t ring_offset_ = 0;
   uint64_t ring_bytes_ = 0;
   std::vector<StreamSlot> slots_;

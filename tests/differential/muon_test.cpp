@@ -853,7 +853,34 @@ TEST(Muon, RingsAreAsLargeAsTheLargestMatrixNeeds) {
   setting.host_executors = OFFLOAD_EXECUTORS_STREAMED;
   const offload_plan_t streamed = Training(setting, tensors).Plan();
   EXPECT_GE(streamed.device_ring_bytes, 2u * 64 * 64 * (4 + 4));
-  EXPECT_GE(streamed.device_scratch_bytes, streamed.device_ring_bytes + 8u * 64 * 64 * 2);
+  EXPECT_GE(streamed.device_scratch_bytes, streamed.device_ring_bytes + 4u * 64 * 64 * 2);
+  EXPECT_LT(streamed.device_scratch_bytes, streamed.device_ring_bytes + 8u * 64 * 64 * 2);
+  // The first matrix on the device and the second on the host are updated beside each other.
+  setting.device_fraction = 0.99;
+  const offload_plan_t both = Training(setting, tensors).Plan();
+  EXPECT_GT(both.elements[OFFLOAD_TIER_HOST], 0u);
+  EXPECT_GE(both.device_scratch_bytes, both.device_ring_bytes + 8u * 64 * 64 * 2);
+}
+
+// Workspaces come and go with the matrices of a tier, also where one streams while another is
+// updated on the device.
+TEST(Muon, MatricesOfBothTiersAreUpdatedInWorkspacesOfTheirOwn) {
+  Setting setting;
+  const std::vector<std::string> expected = BitsOf(setting);
+  setting.device = AcceleratorUnderTest();
+  setting.host_executors = OFFLOAD_EXECUTORS_STREAMED;
+  for (const double first : {0.0, 0.5, 1.0}) {
+    setting.device_fraction = first;
+    Training training(setting);
+    for (uint64_t number = 0; number < kSteps; ++number) {
+      if (number > 0) {
+        const double next = number % 3 == 0 ? 0.0 : number % 3 == 1 ? 0.5 : 1.0;
+        EXPECT_OFFLOAD_OK(offload_optimizer_set_device_fraction(training.optimizer, next, nullptr));
+      }
+      (void)training.Step(number);
+    }
+    ExpectSame(training.Bits(), expected);
+  }
 }
 
 int32_t AddParam(offload_optimizer_t optimizer, const std::vector<int64_t>& shape,
