@@ -191,20 +191,12 @@ Status CheckDisk(const offload_optimizer_options_t& options) {
 // What state on disk does not go together with.
 Status CheckBesideDisk(const offload_optimizer_options_t& options) {
   if (!IsOnDisk(options)) return {};
-  if (options.host_executors == OFFLOAD_EXECUTORS_STREAMED || options.stream_ring_bytes != 0)
+  if (options.host_executors == OFFLOAD_EXECUTORS_STREAMED)
     return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "options.disk_paths is '%.200s', but host_executors is %d and "
-                         "stream_ring_bytes is %llu: state on disk does not stream through the "
-                         "device; use OFFLOAD_EXECUTORS_AUTO and 0, or no state on disk",
-                         options.disk_paths, options.host_executors,
-                         static_cast<unsigned long long>(options.stream_ring_bytes));
-  if (options.early_update_bytes != 0)
-    return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "options.disk_paths is '%.200s', but early_update_bytes is %llu: state "
-                         "on disk is not updated before its step; leave it 0, or put no state on "
-                         "disk",
-                         options.disk_paths,
-                         static_cast<unsigned long long>(options.early_update_bytes));
+                         "options.disk_paths is '%.200s', but host_executors is "
+                         "OFFLOAD_EXECUTORS_STREAMED: only CPU threads update state on disk; use "
+                         "OFFLOAD_EXECUTORS_AUTO, or no state on disk",
+                         options.disk_paths);
   if (options.save_buffer_bytes != 0 && options.save_buffer_bytes != UINT64_MAX)
     return Status::Error(OFFLOAD_UNSUPPORTED,
                          "options.disk_paths is '%.200s', but save_buffer_bytes is %llu: with "
@@ -333,8 +325,7 @@ ShapeOptions ShapeOptionsOf(const offload_optimizer_options_t& options, const De
       options.chunk_elements != 0 ? options.chunk_elements : device.default_chunk_elements();
   shape.cpu_updates = options.host_executors != OFFLOAD_EXECUTORS_STREAMED;
   shape.on_disk = IsOnDisk(options);
-  shape.streams_state =
-      !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU && !shape.on_disk;
+  shape.streams_state = !device.unified() && options.host_executors != OFFLOAD_EXECUTORS_CPU;
   if (shape.streams_state) shape.pin_piece_bytes = device.pin_piece_bytes();
   shape.stream_ring_bytes = options.stream_ring_bytes;
   shape.early_bytes = options.early_update_bytes;

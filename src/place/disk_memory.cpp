@@ -32,12 +32,6 @@ void ForEachArray(const StateShape& shape, const ChunkTable& chunks, const Chunk
   }
 }
 
-bool IsOnDisk(const ChunkTable& chunks, const Chunk& chunk) {
-  const std::span<const Fragment> fragments = chunks.FragmentsOf(chunk);
-  return std::any_of(fragments.begin(), fragments.end(),
-                     [](const Fragment& fragment) { return fragment.tier == Tier::kDisk; });
-}
-
 std::array<uint64_t, kStateSlots> AreaBytes(const StateShape& shape, const ChunkTable& chunks,
                                             const Chunk& chunk) {
   std::array<uint64_t, kStateSlots> bytes{};
@@ -79,7 +73,7 @@ DiskMemory::Sizes DiskMemory::SizesOf(const StateShape& shape, const ChunkTable&
   if (!shape.options.on_disk) return sizes;
   sizes.record_bytes = AreaBeginsOf(shape, chunks).back();
   for (const Chunk& chunk : chunks.chunks) {
-    if (!IsOnDisk(chunks, chunk)) continue;
+    if (!chunk.on_disk) continue;
     sizes.records += 1;
     for (const uint64_t bytes : AreaBytes(shape, chunks, chunk)) sizes.step_bytes += bytes;
   }
@@ -128,7 +122,7 @@ DiskMemory::DiskMemory(Context& context, const StateShape& shape, const ChunkTab
 void DiskMemory::ListRecords() {
   for (size_t number = 0; number < chunks_->chunks.size(); ++number) {
     const Chunk& chunk = chunks_->chunks[number];
-    if (!IsOnDisk(*chunks_, chunk)) continue;
+    if (!chunk.on_disk) continue;
     const auto record = static_cast<uint32_t>(records_.size());
     record_of_chunk_[number] = record;
     records_.emplace_back();

@@ -59,6 +59,7 @@ class ChunkCutter {
       table_.params_up_bytes += taken * DtypeBytes(param.dtype);
       chunk().fragment_count += 1;
       chunk().element_count += taken;
+      chunk().on_disk = chunk().on_disk || tier == Tier::kDisk;
       if (holds_grads_)
         chunk().held_grads_bytes =
             system::RoundUp(chunk().element_count * sizeof(float), kArrayAlignmentBytes);
@@ -71,7 +72,7 @@ class ChunkCutter {
   Chunk& chunk() { return table_.chunks.back(); }
   void Open() {
     chunk_elements_ = ChunkElements(shape_, rest_);
-    table_.chunks.push_back({static_cast<uint32_t>(table_.fragments.size()), 0, 0, {}, 0});
+    table_.chunks.push_back({static_cast<uint32_t>(table_.fragments.size()), 0, 0, false, {}, 0});
     grad_bytes_ = 0;
     param_bytes_ = 0;
     state_end_ = {};

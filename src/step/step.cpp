@@ -290,17 +290,27 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
 
 // The two executors take the first chunks in turn, so that the first chunks finish at the speed of
 // both together. If a chunk's gradients are on the host, the CPU workers need less of the link for
-// it; if they are on the device, the streamed executor does.
+// it; if they are on the device, the streamed executor does. Only the CPU workers can update a
+// chunk on disk, and the disk takes longest: so they begin with these chunks, and leave the others
+// to the streamed executor.
 void StepPipeline::TakeAhead() {
   queue_.Reset();
   early_.TakeFromQueue();
   cpu_executor_.Reset();
   streamed_.Reset();
-  if (CpuTakes() && streamed_.on() && plan_.host_holds_grads())
-    for (uint32_t chunk = 0; chunk < plan_.chunk_count(); ++chunk)
-      if (plan_.active_count(chunk) > 0)
-        queue_.Prefer(chunk, plan_.IsHeld(chunk) ? Executor::kCpu : Executor::kStreamed);
+  if (CpuTakes() && streamed_.on()) PreferExecutors();
   TakeInTurns();
+}
+
+void StepPipeline::PreferExecutors() {
+  const bool has_disk = memory_.disk() != nullptr;
+  if (!has_disk && !plan_.host_holds_grads()) return;
+  for (uint32_t chunk = 0; chunk < plan_.chunk_count(); ++chunk) {
+    if (plan_.active_count(chunk) == 0) continue;
+    const bool cpu =
+        plan_.chunks().chunks[chunk].on_disk || (plan_.host_holds_grads() && plan_.IsHeld(chunk));
+    queue_.Prefer(chunk, cpu ? Executor::kCpu : Executor::kStreamed);
+  }
 }
 
 void StepPipeline::TakeInTurns() {

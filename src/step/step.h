@@ -136,6 +136,7 @@ class StepPipeline : private ChunkProgress {
                    Verdict* verdict);
   bool CpuTakes() const { return shape_.options.cpu_updates || !streamed_.on(); }
   void TakeAhead();
+  void PreferExecutors();
   void TakeInTurns();
   Status DecideEarly(const Verdict& verdict, offload_step_result_t* result);
   Status RunChunks(offload_step_result_t* result);

@@ -55,6 +55,13 @@ LifecycleSetting SettingOf(uint64_t seed, int32_t device, const std::string& pat
   if (random.OneIn(3))
     optimizer.disk_ring_bytes = (2 + random.Below(4)) * RecordBytesMost(optimizer.chunk_elements);
   setting.movable = random.OneIn(2) ? kMoveAll : 0;
+  if (device != OFFLOAD_DEVICE_HOST) {
+    if (optimizer.host_executors == OFFLOAD_EXECUTORS_AUTO && random.OneIn(2))
+      optimizer.stream_ring_bytes =
+          (2 + random.Below(4)) * (optimizer.chunk_elements * 16 + (64 << 10));
+    if (setting.movable != 0 && random.OneIn(2))
+      optimizer.early_update_bytes = uint64_t{1} << (12 + random.Below(10));
+  }
   for (int i = 0; i < 8; ++i)
     setting.chunk_orders.push_back(random.OneIn(2) ? 0 : static_cast<int32_t>(random.Below(5)));
   return setting;
@@ -84,18 +91,41 @@ size_t FilesIn(const TemporaryDirectory& directory) {
   return files;
 }
 
+// If the optimizer may update before the step, sends the gradients first.
+offload_step_result_t StepOnce(LifecycleRig& rig, const StepInput& input, bool early) {
+  if (!early) return rig.StepOnce(input);
+  rig.NewGrads(input);
+  rig.BindAll();
+  rig.Move(offload_optimizer_offload_grads);
+  rig.Wait();  // then the workers have begun at least
+  const offload_ticket_t ticket = rig.Step(input);
+  rig.Wait();
+  auto result = Make<offload_step_result_t>();
+  MUST(offload_optimizer_step_result(rig.optimizer(), ticket, &result));
+  return result;
+}
+
+// State in memory streams through the device meanwhile, and is updated before the step.
 TEST(Disk, StepsGiveTheSameBitsAndLeaveNoFile) {
   const uint64_t rounds = static_cast<uint64_t>(Scaled(60));
-  uint64_t on_disk = 0;
+  uint64_t on_disk = 0, streamed = 0, early = 0;
   for (uint64_t seed = 0; seed < rounds; ++seed) {
     for (int32_t device : DevicesUnderTest()) {
       const TemporaryDirectory directory(Parent(seed));
       const Solved solved(ProblemOf(seed));
-      LifecycleRig rig(solved.problem, SettingOf(seed, device, Paths(directory, 1 + seed % 3)));
+      const LifecycleSetting setting = SettingOf(seed, device, Paths(directory, 1 + seed % 3));
+      LifecycleRig rig(solved.problem, setting);
       ASSERT_EQ(rig.Difference(solved.trace[0]), "") << "seed " << seed << ", device " << device;
       for (size_t step = 0; step < solved.problem.steps.size(); ++step) {
-        const offload_step_result_t result = rig.StepOnce(solved.problem.steps[step]);
-        EXPECT_EQ(result.streamed_elements, 0u);
+        const offload_step_result_t result =
+            StepOnce(rig, solved.problem.steps[step], setting.optimizer.early_update_bytes > 0);
+        streamed += result.streamed_elements;
+        early += result.early_elements + result.undone_elements;
+        const uint64_t chunked =
+            rig.Plan().elements[OFFLOAD_TIER_HOST] + rig.Plan().elements[OFFLOAD_TIER_DISK];
+        EXPECT_LE(result.cpu_elements + result.streamed_elements + result.early_elements, chunked);
+        EXPECT_LE(result.streamed_elements + result.early_elements,
+                  rig.Plan().elements[OFFLOAD_TIER_HOST]);
         // A look at state ends what is read ahead for the next step.
         if (seed % 2 == 1 && step + 1 < solved.problem.steps.size()) continue;
         ASSERT_EQ(rig.Difference(solved.trace[step + 1]), "")
@@ -106,6 +136,8 @@ TEST(Disk, StepsGiveTheSameBitsAndLeaveNoFile) {
     }
   }
   EXPECT_GT(on_disk, rounds * DevicesUnderTest().size() / 2);
+  EXPECT_GT(streamed, 0u);
+  EXPECT_GT(early, 0u);
 }
 
 // Steps, moves of everything, and a save between them, all queued without a wait.
@@ -201,9 +233,8 @@ TEST(Disk, SharesMayChangeAtAnyTime) {
         }
         if (away) rig.Move(offload_optimizer_reload_states);
         rig.Wait();
-        rig.NewGrads(solved.problem.steps[step]);
-        rig.BindAll();
-        rig.Step(solved.problem.steps[step]);
+        (void)StepOnce(rig, solved.problem.steps[step],
+                       setting.optimizer.early_update_bytes > 0 && random.OneIn(2));
         if (random.OneIn(3)) continue;
         rig.Wait();
         ASSERT_EQ(rig.Difference(solved.trace[step + 1]), "")
@@ -291,6 +322,7 @@ TEST(Disk, PlansAndStatsTellWhatIsWhereAndWhatAStepMoves) {
     setting.optimizer.disk_fraction = 0.75;
     setting.optimizer.disk_ring_bytes = 4 * RecordBytesMost(4096);
     setting.optimizer.disk_paths = Paths(directory, 2);
+    setting.optimizer.host_executors = OFFLOAD_EXECUTORS_CPU;  // chunks and records of one size
     LifecycleRig rig(solved.problem, setting);
     const offload_plan_t plan = rig.Plan();
     EXPECT_EQ(plan.elements[OFFLOAD_TIER_DISK], 180'000u);

@@ -504,10 +504,6 @@ def test_reports_tell_what_is_on_disk(tmp_path):
             r"host_executors='streamed' with disk_paths=\('.',\): CPU threads update state on disk",
         ),
         (
-            {"disk_fraction": 0.5, "disk_paths": ".", "early_update_bytes": 9},
-            r"early_update_bytes=9 with disk_paths=\('.',\): .*; leave early_update_bytes out",
-        ),
-        (
             {"disk_fraction": 0.5, "disk_paths": ".", "save_buffer_bytes": 9},
             r"save_buffer_bytes=9 with disk_paths=\('.',\): a step waits .*; leave save_buffer_bytes out",
         ),

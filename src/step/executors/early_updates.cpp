@@ -125,7 +125,7 @@ Status EarlyUpdates::Coming(uint32_t param, void* data, const Capture* capture) 
 }
 
 Status EarlyUpdates::Accept(uint32_t chunk, const Capture* capture) {
-  if (accepted_elements_ >= elements_wanted_) return {};
+  if (accepted_elements_ >= elements_wanted_ || plan_.chunks().chunks[chunk].on_disk) return {};
   for (const Fragment& fragment : plan_.fragments(chunk)) {
     if (capture != nullptr && !capture->HasRead(fragment.param, fragment.begin, fragment.count))
       return {};

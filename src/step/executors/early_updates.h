@@ -7,13 +7,14 @@
 //   CPU workers                | chunk 9 | chunk 8 | chunk 7 | |
 //   up stream                                                  | params of chunk 7, 8, 9
 //
-// A chunk is *accepted* when the host has all of its gradients and the memory for early updates has
-// room for a copy of its state and for its new params. The workers copy each piece of the old state
-// to that memory before they update the piece in place. The params on the device do not change,
-// because the backward pass reads them. A step whose request and verdict are the assumed ones
-// *keeps* the updates, and copies the new params to the device. Any other work or call *undoes*
-// them first: it copies the old state back, and no chunk is accepted until a step has ended. So all
-// work except offloads of gradients finds the state as if no chunk had been updated early.
+// A chunk is *accepted* when the host has all of its gradients and its state, and the memory for
+// early updates has room for a copy of its state and for its new params. The workers copy each
+// piece of the old state to that memory before they update the piece in place. The params on the
+// device do not change, because the backward pass reads them. A step whose request and verdict are
+// the assumed ones *keeps* the updates, and copies the new params to the device. Any other work or
+// call *undoes* them first: it copies the old state back, and no chunk is accepted until a step has
+// ended. So all work except offloads of gradients finds the state as if no chunk had been updated
+// early.
 //
 // The functions are called by the timeline's work, one at a time. While no work is queued, a call
 // of the caller may also call Undo.

@@ -69,11 +69,14 @@ void StreamedExecutor::Reset() {
 
 bool StreamedExecutor::TakeAhead() { return MayTake() && Take(); }
 
-// Takes the next chunk from the queue if the ring has room for it.
+// Takes the next chunk from the queue if the ring has room for it. Chunks on disk are the last ones
+// that the queue offers, because it has been told that the CPU is preferred for them.
 bool StreamedExecutor::Take() {
   std::optional<uint64_t> position;
   const std::optional<uint32_t> chunk = queue_.TakeIf(Executor::kStreamed, [&](uint32_t next) {
-    position = room_.Take(plan_.chunks().chunks[next].stream_bytes());
+    const Chunk& offered = plan_.chunks().chunks[next];
+    if (offered.on_disk) return false;
+    position = room_.Take(offered.stream_bytes());
     return position.has_value();
   });
   if (!chunk.has_value()) return false;

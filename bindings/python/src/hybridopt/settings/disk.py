@@ -49,7 +49,6 @@ def check(options: Mapping[str, Any]) -> None:
         return
     for name, rest, instead in (
         ("host_executors", ("auto", "cpu"), "CPU threads update state on disk; leave host_executors out"),
-        ("early_update_bytes", (0,), "state on disk is not updated before its step; leave early_update_bytes out"),
         ("save_buffer_bytes", (0, AUTO), "a step waits until a save has read state on disk; leave save_buffer_bytes out"),
     ):
         if (value := options[name]) not in rest:
