@@ -624,8 +624,18 @@ def test_muon_groups_have_stacks_and_splits_of_their_own():
     ):
         with pytest.raises(ValueError, match=re.escape(text)):
             hybridopt.muon_groups(model, **arguments)
-    with pytest.raises(TypeError, match="stacks is 'experts', expected a list of names"):
-        hybridopt.muon_groups(model, stacks="experts")
+    for stacks in ("experts", 3, [3]):
+        with pytest.raises(TypeError, match=f"^stacks is {told(stacks)}, expected a list of names"):
+            hybridopt.muon_groups(model, stacks=stacks)
+    for splits in ("up.w*", ["up.w*"], 3, {"up.w*": 32}, {3: (32, 32)}, False, torch.ones(2)):
+        with pytest.raises(TypeError, match=f"^splits is {told(splits)}, expected a dict of names with the rows"):
+            hybridopt.muon_groups(model, splits=splits)
+
+
+@pytest.mark.parametrize("head", ["x" * 5000, 10**400, ["up"]])
+def test_muon_groups_say_that_a_head_is_no_layer(head):
+    with pytest.raises(ValueError, match=f"^head={told(head)} is no layer of Predictor"):
+        hybridopt.muon_groups(Predictor(), head=head)
 
 
 def test_muon_groups_know_the_head_of_tied_models_and_of_those_that_tell_it():
