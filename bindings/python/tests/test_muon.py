@@ -1004,6 +1004,7 @@ def refusals(rank, world):
     optimizer = hybridopt.ShardedMuon([("x", cut)], threads=1)
     assert str(optimizer.homes).startswith("x  4 x 4  rank 0 of 2  100.0% of the work")
     for call, text in (
+        (lambda: optimizer.offloaded(grads=True).__enter__(), "offloads no params and gradients, "),
         (lambda: optimizer.offload(params=True), r"offloads no params and gradients, .* offload\(states=True\) .* alone"),
         (lambda: copy.deepcopy(optimizer), r"cannot be copied or pickled, .* load state_dict\(\) into it"),
         (lambda: setattr(optimizer, "state", {cut: {}}), r"cannot be assigned, .* use load_state_dict\(\)"),
@@ -1305,8 +1306,12 @@ def moves_state(rank, module, optimizer, folder):
     """State may move while a step is under way; this rank's params come back later."""
     for fraction in (0.0, 0.5, 1.0):
         optimizer.set_offload_fraction(fraction)
-    optimizer.offload(states=True)
-    optimizer.reload(states=True)
+    with optimizer.offloaded():
+        assert optimizer.memory_timeline()[-1].label == "offload"
+    assert optimizer.memory_timeline()[-1].label == "reload"
+    with pytest.raises(ZeroDivisionError), optimizer.offloaded(states=True):
+        raise ZeroDivisionError
+    assert [sample.label for sample in optimizer.memory_timeline()[-2:]] == ["offload", "reload"]
     assert is_under_way(optimizer)
     optimizer.synchronize()
 

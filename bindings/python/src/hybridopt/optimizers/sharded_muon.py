@@ -436,6 +436,15 @@ class ShardedMuon(torch.optim.Optimizer):
         """As of hybridopt.Muon, for what offload() has moved."""
         self._local.reload(states=states)
 
+    @contextlib.contextmanager
+    def offloaded(self, params: bool = False, grads: bool = False, states: bool = True) -> Iterator[None]:
+        """As of hybridopt.Muon, for the state that this rank has."""
+        self.offload(params=params, grads=grads, states=states)
+        try:
+            yield
+        finally:
+            self.reload(states=states)
+
     def set_offload_fraction(self, offload_fraction: float) -> None:
         """As of hybridopt.Muon, for the state that this rank has."""
         self._local.set_offload_fraction(offload_fraction)
