@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from .. import abi
 from ..base.modes import in_no_mode
 from ..base.owned_hooks import ParamHooks
-from ..params.taken import Taken, refuse_written, written_of
+from ..params.taken import Taken, owns_storage, refuse_written, written_of
 from ..params.tensors import TELLS_GRAD_DTYPE, local, local_gradient
 from ..ranks import homes
 from ..ranks.homes import CutMatrix, Gathering
@@ -96,6 +96,8 @@ class GoingHome:
         each = self._matrices[number]
         part = local_gradient(param.grad, param, each.cut.name)
         self._check(number, part.dtype)
+        if not owns_storage(part):
+            part = part.clone()  # it is cut from a buffer, which may be the program's, which writes it again
         self._taken[number] = Taken(each.cut.name, part)
         param.grad = None
         note_taken(optimizer, [param])
