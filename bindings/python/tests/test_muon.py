@@ -1245,6 +1245,8 @@ def hidden(rank, world, dtype, mesh_shape, options):
                 assert not left or len(optimizer._going_home._gone) == 4
             optimizer.step()
             optimizer.zero_grad(set_to_none=step != 3)
+            gradients = [param.grad for param in module.parameters()]
+            assert all(each is None if step != 3 else not each.to_local().any() for each in gradients)
             assert is_under_way(optimizer) == overlaps
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5

@@ -217,6 +217,8 @@ class ShardedMuon(torch.optim.Optimizer):
             self._going_home.drop()
         self._local.zero_grad(set_to_none)  # waits, if zeros are to be written, for a step that reads the gradients
         super().zero_grad(set_to_none)
+        if self._going_home is not None:
+            (self._going_home.forget_gradients if set_to_none else self._going_home.set_zeros)()
 
     @contextlib.contextmanager
     def _scaled(self) -> Iterator[None]:
