@@ -453,10 +453,26 @@ int Main(int argc, char** argv) {
   return Tell(request.run(), request.json);
 }
 
+std::terminate_handler terminate_as_usual = nullptr;
+
+// nlohmann's json allocates while it is freed, in a destructor, out of which no exception comes.
+[[noreturn]] void Terminate() {
+  try {
+    if (std::current_exception() != nullptr) throw;
+  } catch (const std::bad_alloc&) {
+    std::fputs("hybridopt: out of memory\n", stderr);
+    std::_Exit(3);
+  } catch (...) {
+  }
+  terminate_as_usual();
+  std::abort();
+}
+
 }  // namespace
 }  // namespace tool
 
 int main(int argc, char** argv) {
+  tool::terminate_as_usual = std::set_terminate(tool::Terminate);
   try {
     return tool::Main(argc, argv);
   } catch (const std::bad_alloc&) {

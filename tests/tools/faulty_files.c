@@ -1,10 +1,12 @@
-/* Preloaded into the tool, to do what disks do. HYBRIDOPT_TEST_FAULT says what:
+/* Preloaded into the tool, to do what disks and memory do. HYBRIDOPT_TEST_FAULT says what:
  *
  *   sync     no directory can be synced; files are synced as usual
  *   read:N   the N-th read of a file gives other bytes than are there
- *   fail:N:E the N-th of all calls below fails with errno E
+ *   fail:N:E the N-th of all calls below but malloc() fails with errno E
+ *   memory:N the N-th call of malloc() fails, counted from the first of the other calls
  *
- * HYBRIDOPT_TEST_CALLS names a file that is told at the end how many calls there were.
+ * HYBRIDOPT_TEST_CALLS names a file that is told at the end how many calls there were, and how many
+ * of malloc().
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -23,7 +25,7 @@ static const char* fault(void) {
   return what != NULL ? what : "";
 }
 
-static long calls;
+static long calls, allocations;
 
 static int fails(void) {
   const long call = __atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED);
@@ -38,9 +40,25 @@ __attribute__((destructor)) static void tell_calls(void) {
   const char* path = getenv("HYBRIDOPT_TEST_CALLS");
   FILE* file = path != NULL ? fopen(path, "w") : NULL;
   if (file == NULL) return;
-  fprintf(file, "%ld", calls);
+  fprintf(file, "%ld %ld", calls, allocations);
   fclose(file);
 }
+
+// Sanitizers have an allocator of their own.
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+void* __libc_malloc(size_t bytes);
+
+__attribute__((visibility("default"))) void* malloc(size_t bytes) {
+  if (__atomic_load_n(&calls, __ATOMIC_RELAXED) > 0) {
+    const long call = __atomic_add_fetch(&allocations, 1, __ATOMIC_RELAXED);
+    if (strncmp(fault(), "memory:", 7) == 0 && call == atol(fault() + 7)) {
+      errno = ENOMEM;
+      return NULL;
+    }
+  }
+  return __libc_malloc(bytes);
+}
+#endif
 
 __attribute__((visibility("default"))) int open(const char* path, int flags, ...) {
   va_list arguments;

@@ -135,12 +135,31 @@ def test_a_checkpoint_is_told_from_a_directory_of_checkpoints(run):
         assert refuse(USAGE, told, *arguments, run / "end") == "INVALID_ARGUMENT"
 
 
-def calls_of(tmp_path, *arguments):
-    """The number of calls to the file system that a command makes."""
+def counts_of(tmp_path, *arguments):
+    """The numbers of calls to the file system and of allocations that a command makes."""
     calls = tmp_path / "calls"
     result = tool(*arguments, env={**with_fault(""), "HYBRIDOPT_TEST_CALLS": str(calls)})
     assert result.returncode == DONE, result
-    return int(calls.read_text())
+    return map(int, calls.read_text().split())
+
+
+def calls_of(tmp_path, *arguments):
+    return next(counts_of(tmp_path, *arguments))
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["text", "json"])
+def test_inspect_says_that_memory_is_out(more, tmp_path):
+    """What a command has made is freed meanwhile, which allocates too: nlohmann's json."""
+    arguments = ["inspect", GOLDEN / "sgd-world3", *more]
+    _, allocations = counts_of(tmp_path, *arguments)
+    told = 0
+    for number in range(1, allocations + 1, 3):
+        result = tool(*arguments, env=with_fault(f"memory:{number}"))
+        assert result.returncode in (DONE, FAILED), (number, result)
+        if result.returncode == FAILED:
+            assert "out of " in result.stderr + result.stdout, (number, result)
+            told += 1
+    assert told > 0 or not allocations  # with a sanitizer nothing is counted
 
 
 def test_list_reads_each_checkpoint_once(tmp_path):
@@ -624,7 +643,7 @@ def test_every_call_that_fails_is_told_and_leaves_nothing(command, error, sample
     assert result.returncode == DONE, result
     whole = content_of(out)
     told, survived = 0, 0
-    for call in range(1, int(calls.read_text()) + 1):
+    for call in range(1, int(calls.read_text().split()[0]) + 1):
         subprocess.run(["rm", "-rf", str(out)], check=True)
         result = tool(*arguments, env=with_fault(f"fail:{call}:{error}"))
         names = sorted(path.name for path in tmp_path.iterdir())

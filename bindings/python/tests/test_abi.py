@@ -190,6 +190,9 @@ def abi_name(status):
 
 
 def test_fields_that_a_struct_lacks_are_named():
+    for threads in (1 << 32, -1, 10**400):
+        with pytest.raises(ValueError, match=r"^offload_context_options_t.threads got a number that its 32 bits do not hold$"):
+            abi.Context(threads=threads)
     with pytest.raises(TypeError, match="has no field 'thread', expected some of .*threads"):
         abi.Context(thread=1)
 

@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 
 import models
 import pytest
@@ -385,3 +387,19 @@ def on_ranks(rank, world, is_sharded):
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_trainings_of_several_ranks_leave_nothing(is_sharded):
     ranks.run(on_ranks, 2, is_sharded)
+
+
+KEPT_TO_THE_END = """
+import sys
+import hybridopt, torch
+model = torch.nn.Linear(4, 4)
+optimizer = hybridopt.AdamW(model.named_parameters(), max_grad_norm=1.0)
+optimizer.hook_gradients()
+model(torch.ones(2, 4)).sum().backward()
+sys.kept = model, optimizer, dict(sys.modules)  # what ends after the globals of all modules
+"""
+
+
+def test_an_interpreter_that_ends_before_the_step_of_taken_gradients_says_nothing():
+    ended = subprocess.run([sys.executable, "-c", KEPT_TO_THE_END], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -624,8 +624,18 @@ def test_muon_groups_have_stacks_and_splits_of_their_own():
     ):
         with pytest.raises(ValueError, match=re.escape(text)):
             hybridopt.muon_groups(model, **arguments)
-    with pytest.raises(TypeError, match="stacks is 'experts', expected a list of names"):
-        hybridopt.muon_groups(model, stacks="experts")
+    for stacks in ("experts", 3, [3]):
+        with pytest.raises(TypeError, match=f"^stacks is {told(stacks)}, expected a list of names"):
+            hybridopt.muon_groups(model, stacks=stacks)
+    for splits in ("up.w*", ["up.w*"], 3, {"up.w*": 32}, {3: (32, 32)}, False, torch.ones(2)):
+        with pytest.raises(TypeError, match=f"^splits is {told(splits)}, expected a dict of names with the rows"):
+            hybridopt.muon_groups(model, splits=splits)
+
+
+@pytest.mark.parametrize("head", ["x" * 5000, 10**400, ["up"]])
+def test_muon_groups_say_that_a_head_is_no_layer(head):
+    with pytest.raises(ValueError, match=f"^head={told(head)} is no layer of Predictor"):
+        hybridopt.muon_groups(Predictor(), head=head)
 
 
 def test_muon_groups_know_the_head_of_tied_models_and_of_those_that_tell_it():
@@ -994,6 +1004,7 @@ def refusals(rank, world):
     optimizer = hybridopt.ShardedMuon([("x", cut)], threads=1)
     assert str(optimizer.homes).startswith("x  4 x 4  rank 0 of 2  100.0% of the work")
     for call, text in (
+        (lambda: optimizer.offloaded(grads=True).__enter__(), "offloads no params and gradients, "),
         (lambda: optimizer.offload(params=True), r"offloads no params and gradients, .* offload\(states=True\) .* alone"),
         (lambda: copy.deepcopy(optimizer), r"cannot be copied or pickled, .* load state_dict\(\) into it"),
         (lambda: setattr(optimizer, "state", {cut: {}}), r"cannot be assigned, .* use load_state_dict\(\)"),
@@ -1234,6 +1245,8 @@ def hidden(rank, world, dtype, mesh_shape, options):
                 assert not left or len(optimizer._going_home._gone) == 4
             optimizer.step()
             optimizer.zero_grad(set_to_none=step != 3)
+            gradients = [param.grad for param in module.parameters()]
+            assert all(each is None if step != 3 else not each.to_local().any() for each in gradients)
             assert is_under_way(optimizer) == overlaps
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5
@@ -1295,8 +1308,12 @@ def moves_state(rank, module, optimizer, folder):
     """State may move while a step is under way; this rank's params come back later."""
     for fraction in (0.0, 0.5, 1.0):
         optimizer.set_offload_fraction(fraction)
-    optimizer.offload(states=True)
-    optimizer.reload(states=True)
+    with optimizer.offloaded():
+        assert optimizer.memory_timeline()[-1].label == "offload"
+    assert optimizer.memory_timeline()[-1].label == "reload"
+    with pytest.raises(ZeroDivisionError), optimizer.offloaded(states=True):
+        raise ZeroDivisionError
+    assert [sample.label for sample in optimizer.memory_timeline()[-2:]] == ["offload", "reload"]
     assert is_under_way(optimizer)
     optimizer.synchronize()
 

@@ -79,6 +79,15 @@ def test_a_hyperparameter_that_is_no_number_is_refused(algorithm, key):
         refuses(algorithm, key, value, f"^param group 1 has {key}={told(value)}, expected a number$")
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "key"), [("AdamW", "eps"), ("SGD", "momentum"), ("Adagrad", "lr_decay"), ("Signum", "momentum")]
+)
+def test_an_argument_that_is_several_numbers_is_refused(algorithm, key):
+    value = torch.tensor([0.5, 0.25])
+    with pytest.raises(ValueError, match=f"^Invalid {key}: {told(value)}, expected a number$"):
+        getattr(hybridopt, algorithm)([Parameter(torch.ones(1))], lr=0.1, **{key: value})
+
+
 @pytest.mark.parametrize("algorithm", ["AdamW", "Adam", "Lion"])
 def test_betas_that_are_not_two_numbers_are_refused(algorithm):
     for value in NO_PAIRS:

@@ -438,6 +438,9 @@ def test_every_call_takes_a_value_or_tells_what_it_expects(call):
 
 def test_wrong_calls_are_refused():
     model, stash = model_and_stash()
+    name = "x" * 5000
+    with pytest.raises(ValueError, match=f"^only\\(\\) got {told(name)}, but the model has no module of that name"):
+        stash.only(name)
     with pytest.raises(TypeError, match=r"stash\(\) got 3, expected the name of a program as a string"):
         stash(3)
     with pytest.raises(TypeError, match=r"wrap\(\) got '0', expected torch.nn.Module or several of them"):

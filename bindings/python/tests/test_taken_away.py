@@ -417,13 +417,15 @@ def test_a_write_of_a_gradient_that_hooks_have_taken_is_refused(when):
     assert all(torch.equal(weight, torch.full_like(weight, -6.0)) for weight in module.weights)
 
 
-def cleared_on_rank(rank, world):
+def cleared_on_rank(rank, world, algorithm):
     """The shards' gradients are cut from a buffer of the program's, which it clears after the pass."""
     found = []
     for hooked in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(*(fully_shard(nn.Linear(500, 500, bias=False)) for _ in range(4)))
-        optimizer = hybridopt.SGD(model.named_parameters(), lr=0.1, momentum=0.5, threads=1, max_grad_norm=None)
+        optimizer = getattr(hybridopt, algorithm)(
+            model.named_parameters(), lr=0.1, momentum=0.5, threads=1, max_grad_norm=None
+        )
         if hooked:
             optimizer.hook_gradients()
         buffer = torch.zeros(4, 500 // world, 500)
@@ -439,8 +441,9 @@ def cleared_on_rank(rank, world):
     assert found[0] == found[1]
 
 
-def test_shards_in_a_buffer_of_the_program_may_be_cleared_too():
-    ranks.run(cleared_on_rank, world=2)
+@pytest.mark.parametrize("algorithm", ["SGD", "ShardedMuon"])
+def test_shards_in_a_buffer_of_the_program_may_be_cleared_too(algorithm):
+    ranks.run(cleared_on_rank, 2, algorithm)
 
 
 def test_hooks_that_are_removed_tell_of_a_write_of_what_they_have_taken():

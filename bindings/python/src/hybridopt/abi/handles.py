@@ -37,7 +37,8 @@ def blank(struct: type[Made]) -> Made:
 
 
 def make(struct: type[c.Struct], fields: dict[str, Any]) -> Any:
-    """A struct with these field values. Strings are encoded. An unknown field is a TypeError."""
+    """A struct with these field values. Strings are encoded. An unknown field is a TypeError, a number that its field
+    cannot hold a ValueError: ctypes would cut off its upper bits."""
     made = blank(struct)
     known = [name for name, *_ in struct._fields_]
     for name, value in fields.items():
@@ -45,6 +46,10 @@ def make(struct: type[c.Struct], fields: dict[str, Any]) -> Any:
             expected = ", ".join(field for field in known[1:] if field != "reserved")
             raise TypeError(f"{struct.__name__} has no field {name!r}, expected some of {expected}")
         setattr(made, name, encoded(name, value) if isinstance(value, (str, os.PathLike)) else value)
+        held = getattr(made, name)
+        if isinstance(value, int) and isinstance(held, int) and held != value:
+            bits = 8 * getattr(struct, name).size
+            raise ValueError(f"{struct.__name__}.{name} got a number that its {bits} bits do not hold")
     return made
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.checks import shown
 from .part import Part
 
 FORMAT = "hybridopt weight patch 1"
@@ -60,7 +61,7 @@ class Entry:
                 raise ValueError("a part of another tensor")
             return cls(shape, int(found["hash"], 16), None if base is None else int(base, 16), shard, parts)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise _refused(path, f"its metadata for {name!r} are {text!r}") from error
+            raise _refused(path, f"its metadata for {name!r} are {shown(text)}") from error
 
 
 def _refused(path: str | os.PathLike[str], why: str) -> ValueError:
@@ -128,7 +129,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str
         header = json.loads(content[8 : 8 + length].decode())
         told = header.pop("__metadata__")
         if told.get("format") != FORMAT:
-            raise _refused(path, f"its format is {told.get('format')!r}, not {FORMAT!r}")
+            raise _refused(path, f"its format is {shown(told.get('format'))}, not {FORMAT!r}")
         metadata = json.loads(told["params"])
         tensors = {name: _tensor(content, 8 + length, row) for name, row in header.items()}
     except (AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.checks import shown
 from .part import Part
 from .patch import WeightChange, WeightPatch, hash_of_hashes
 
@@ -29,7 +30,7 @@ def gather_changes(patch: WeightPatch, to: int = 0, group: Any = None) -> Weight
         raise RuntimeError("there is no process group; call torch.distributed.init_process_group() first")
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     if isinstance(to, bool) or not isinstance(to, int) or to not in ranks:
-        raise ValueError(f"Invalid to: {to!r}, expected one of the ranks {ranks} of the process group")
+        raise ValueError(f"Invalid to: {shown(to)}, expected one of the ranks {ranks} of the process group")
     held: list[Held] = [{} for _ in ranks]
     dist.all_gather_object(held, {name: change.shard for name, change in patch}, group=group)
     own = _senders(held, first=ranks.index(to))[dist.get_rank(group)]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..base.checks import shown
 from . import files
 from .applying import target_of, tensors_of
 from .patch import WeightChange, WeightPatch
@@ -58,7 +59,7 @@ def verl_flushes(
     if not hasattr(torch, "hash_tensor"):
         raise RuntimeError(f"verl's form has a checksum of torch.hash_tensor, which torch {torch.__version__} has not")
     if isinstance(flush_bytes, bool) or not isinstance(flush_bytes, int) or flush_bytes < 16:
-        raise ValueError(f"Invalid flush_bytes: {flush_bytes!r}, expected an int of at least 16")
+        raise ValueError(f"Invalid flush_bytes: {shown(flush_bytes)}, expected an int of at least 16")
     device = _device_of(patch) if device is None else device
     whole = all(change.dense for _, change in patch)
     pending: list[_Piece] = []
@@ -138,7 +139,7 @@ def write_slime_version(
     Version 0 is the checkpoint that the engines have loaded, and each version needs the one before: acknowledge a patch
     when its version is written. If training begins with that checkpoint, acknowledge the first patch and write none."""
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise ValueError(f"Invalid version: {version!r}, expected an int from 1 on")
+        raise ValueError(f"Invalid version: {shown(version)}, expected an int from 1 on")
     try:
         compressor = importlib.import_module("zstandard").ZstdCompressor(level=1)
     except ImportError as error:

@@ -26,11 +26,12 @@ from torch.distributed.tensor import DTensor
 from .. import abi
 from ..base.modes import in_no_mode
 from ..base.owned_hooks import ParamHooks
-from ..params.taken import Taken, refuse_written, written_of
+from ..params.taken import Taken, owns_storage, refuse_written, written_of
 from ..params.tensors import TELLS_GRAD_DTYPE, local, local_gradient
 from ..ranks import homes
 from ..ranks.homes import CutMatrix, Gathering
 from ..traps.clipping import Clips, note_taken, note_used
+from ..traps.trap import without_traps
 from . import gradient_hooks
 from .micro_batches import MicroBatches, refuse_another_pass
 
@@ -75,6 +76,7 @@ class GoingHome:
         self._group = group
         self.micro_batches = MicroBatches(micro_batches)
         self._taken: dict[int, Taken] = {}  # by number: gradients of this round that a hook has taken
+        self._had_gradients: dict[int, None] = {}  # by number: taken since the last zero_grad()
         self._gone: list[Gathering] = []  # those that have gone, in order
         self._round = 0
         self._hooks = ParamHooks(self._take)
@@ -96,7 +98,10 @@ class GoingHome:
         each = self._matrices[number]
         part = local_gradient(param.grad, param, each.cut.name)
         self._check(number, part.dtype)
+        if not owns_storage(part):
+            part = part.clone()  # it is cut from a buffer, which may be the program's, which writes it again
         self._taken[number] = Taken(each.cut.name, part)
+        self._had_gradients[number] = None
         param.grad = None
         note_taken(optimizer, [param])
         self._send(len(self._order), fills_up=False)
@@ -179,6 +184,19 @@ class GoingHome:
         for each in self._gone:
             each.end(None)
         self.end_round()
+
+    def set_zeros(self) -> None:
+        """Gives params whose gradients have been taken, and dropped or used, gradients of zeros."""
+        for number in self._had_gradients:
+            param = self._matrices[number].param
+            if param.grad is None:
+                with without_traps():  # no element is read
+                    param.grad = torch.zeros_like(param, dtype=_dtype_of(param), requires_grad=False)
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """From now on `grad` tells which params have had a gradient."""
+        self._had_gradients.clear()
 
     def refuse(self, call: str) -> None:
         """Raises while gradients are on their way, among whose messages no others may come."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .. import abi
-from ..base.checks import check_switch
+from ..base.checks import check_switch, listed, shown
 from ..params.hyperparameters import check_arguments, named_algorithm
 from ..settings.options import OffloadOptions, with_options
 from . import algorithms
@@ -156,7 +156,7 @@ def muon_groups(
         raise TypeError(f"muon_groups() got a {type(model).__name__}, expected a model (torch.nn.Module)")
     embeddings = _embeddings_of(model)
     heads = _heads_of(model, head, embeddings)
-    chosen = _Chosen(stacks, splits or {})
+    chosen = _Chosen(stacks, {} if splits is None else splits)
     muon: dict[tuple[bool, tuple[int, ...]], list[tuple[str, Tensor]]] = {}  # by what a group has to say
     others: list[tuple[str, Tensor]] = []
     rows: list[tuple[str, str, str, str]] = []
@@ -185,9 +185,17 @@ class _Chosen:
     """The params that the arguments stacks and splits name."""
 
     def __init__(self, stacks: Sequence[str], splits: Mapping[str, Sequence[int]]) -> None:
-        if isinstance(stacks, str):
-            raise TypeError(f"stacks is {stacks!r}, expected a list of names, such as [{stacks!r}]")
-        self._stacks, self._splits = list(stacks), {name: tuple(rows) for name, rows in splits.items()}
+        names = listed(stacks)
+        if names is None or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"stacks is {shown(stacks)}, expected a list of names, such as ['*.experts.*']")
+        if not isinstance(splits, Mapping) or not all(
+            isinstance(name, str) and listed(rows) is not None for name, rows in splits.items()
+        ):
+            raise TypeError(
+                f"splits is {shown(splits)}, expected a dict of names with the rows of their parts, such as "
+                "{'*.gate_up.weight': (1024, 1024)}"
+            )
+        self._stacks, self._splits = names, {name: tuple(rows) for name, rows in splits.items()}
         self._unused = dict.fromkeys([*self._stacks, *self._splits])
 
     def of(self, name: str) -> tuple[bool, tuple[int, ...]]:
@@ -200,7 +208,7 @@ class _Chosen:
 
     def check_used(self) -> None:
         if self._unused:
-            raise ValueError(f"no parameter of the model has the name {next(iter(self._unused))!r} of stacks or splits")
+            raise ValueError(f"no parameter of the model has the name {shown(next(iter(self._unused)))} of stacks or splits")
 
 
 def _kind(stacked: bool, split_rows: tuple[int, ...]) -> str:
@@ -223,9 +231,9 @@ def _heads_of(model: nn.Module, head: str | None, embeddings: set[Tensor]) -> se
         return set()
     if head != "auto":
         modules = dict(model.named_modules())
-        found = {param for _, param in _matrices_of(modules[head])} if head in modules else set()
+        found = {param for _, param in _matrices_of(modules[head])} if isinstance(head, str) and head in modules else set()
         if not found:
-            raise ValueError(f"head={head!r} is no layer of {type(model).__name__} with a matrix of its own, expected one")
+            raise ValueError(f"head={shown(head)} is no layer of {type(model).__name__} with a matrix of its own, expected one")
         return found
     told = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(told, nn.Module):

@@ -217,6 +217,8 @@ class ShardedMuon(torch.optim.Optimizer):
             self._going_home.drop()
         self._local.zero_grad(set_to_none)  # waits, if zeros are to be written, for a step that reads the gradients
         super().zero_grad(set_to_none)
+        if self._going_home is not None:
+            (self._going_home.forget_gradients if set_to_none else self._going_home.set_zeros)()
 
     @contextlib.contextmanager
     def _scaled(self) -> Iterator[None]:
@@ -435,6 +437,15 @@ class ShardedMuon(torch.optim.Optimizer):
     def reload(self, states: bool = False) -> None:
         """As of hybridopt.Muon, for what offload() has moved."""
         self._local.reload(states=states)
+
+    @contextlib.contextmanager
+    def offloaded(self, params: bool = False, grads: bool = False, states: bool = True) -> Iterator[None]:
+        """As of hybridopt.Muon, for the state that this rank has."""
+        self.offload(params=params, grads=grads, states=states)
+        try:
+            yield
+        finally:
+            self.reload(states=states)
 
     def set_offload_fraction(self, offload_fraction: float, disk_fraction: float | None = None) -> None:
         """As of hybridopt.Muon, for the state that this rank has."""

@@ -76,7 +76,7 @@ def hyperparameters_of(algorithm: int, index: int, group: dict[str, Any]) -> dic
             raise ValueError(f"param group {index} has {name}={shown(value)}, expected True or False")
         if value and name not in row.reads:
             raise ValueError(
-                f"param group {index} has {name}={value!r}, but {row.name} does not use it; leave it out"
+                f"param group {index} has {name}={shown(value)}, but {row.name} does not use it; leave it out"
             )
     fields.update((name, _field_of(name, index, group)) for name in row.reads)
     if algorithm == abi.OFFLOAD_SGD and fields["momentum"] == 0.0:  # then torch ignores dampening, nesterov
@@ -145,11 +145,11 @@ def _update_rms_of(index: int, group: dict[str, Any]) -> float:
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Refuses arguments of a constructor that are no numbers although torch would compare them with numbers. For
-    tensors torch itself checks the number of elements."""
+    """Refuses arguments of a constructor that are no numbers although torch would compare them with numbers. Of a learning
+    rate that is a tensor torch itself checks the number of elements."""
     for name, value in arguments.items():
         numbers = _triples_in(value) if name == "ns_coefficients" else _numbers_in(name, value)
-        if not isinstance(value, Tensor) and numbers is None:
+        if numbers is None and not (name == "lr" and isinstance(value, Tensor)):
             raise ValueError(f"Invalid {name}: {shown(value)}, expected {_expected(name)}")
 
 

@@ -431,7 +431,7 @@ def refuse_in_group(index: int, group: dict[str, Any]) -> None:
         return
     name = next(name for name in DEFAULT_OPTIONS if name in group)
     raise ValueError(
-        f"param group {index} has {name}={group[name]!r}, an option of the whole optimizer, which has no effect in "
+        f"param group {index} has {name}={shown(group[name])}, an option of the whole optimizer, which has no effect in "
         f"a group; {ROWS[name].changed_by}, or make two optimizers, and delete the group's {name!r}"
     )
 

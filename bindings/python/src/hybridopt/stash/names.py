@@ -165,7 +165,7 @@ class Names:
             if name not in ROLES and not any(matches(known, name) for known in self._known):
                 has = "has no module of that name" if self._known else "is not known: give model="
                 raise ValueError(
-                    f"only() got {name!r}, but the model {has}; expected parts of modules' names, with * and ? "
+                    f"only() got {shown(name)}, but the model {has}; expected parts of modules' names, with * and ? "
                     f"for any letters, or the roles {', '.join(ROLES)}, or Megatron-LM's {', '.join(MEGATRON)}"
                 )
 

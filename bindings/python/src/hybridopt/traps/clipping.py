@@ -78,10 +78,8 @@ class Taken:
 
     def __init__(self) -> None:
         self._params: dict[int, Tensor] = {}  # by id()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_params"):  # unless an exception has cut off the constructor
-            self.end()
+        # Not by __del__(), which may run when the interpreter ends and this module has no _traps any more.
+        weakref.finalize(self, _end, self._params).atexit = False
 
     def has(self, param: Tensor) -> bool:
         return id(param) in self._params
@@ -91,8 +89,12 @@ class Taken:
         _traps.set(params)
 
     def end(self) -> None:
-        _traps.end(self._params.values())
-        self._params.clear()
+        _end(self._params)
+
+
+def _end(params: dict[int, Tensor]) -> None:
+    _traps.end(params.values())
+    params.clear()
 
 
 taken_by: weakref.WeakKeyDictionary[Clips, Taken] = weakref.WeakKeyDictionary()
