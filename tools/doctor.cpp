@@ -3,12 +3,11 @@
 #include <algorithm>
 #include <sstream>
 
-#include "base/files.h"
 #include "base/system.h"
 #include "base/utf8.h"
 #include "bench/machine.h"
-#include "checkpoint/paths.h"
 #include "commands.h"
+#include "given_paths.h"
 #include "machine/stopwatch.h"
 #include "measure.h"
 #include "text.h"
@@ -286,15 +285,6 @@ Status MeasureDevice(const DoctorOptions& options, const bench::Machine& machine
   return {};
 }
 
-Status CheckDirectory(const std::string& directory) {
-  if (directory.empty()) return {};
-  const int error = hybridopt::checkpoint::LookIn(hybridopt::system::SystemFiles(), directory);
-  if (error == 0) return {};
-  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                       "DIR '%.500s' cannot be used: %s; name a directory that is there",
-                       directory.c_str(), hybridopt::system::ErrorText(-error).c_str());
-}
-
 std::string TextOf(const Findings& findings, const bench::Machine& machine, double seconds) {
   size_t width = 0;
   for (const Check& check : findings.checks) width = std::max(width, check.name.size());
@@ -333,7 +323,7 @@ Json JsonOf(const Findings& findings, const bench::Machine& machine, const Sizes
 
 Result<Report> Doctor(const DoctorOptions& options) {
   const int64_t begin_ns = hybridopt::system::NowNs();
-  HYBRIDOPT_TRY(CheckDirectory(options.directory));
+  if (!options.directory.empty()) HYBRIDOPT_TRY(CheckDirectory("DIR", options.directory));
   HYBRIDOPT_ASSIGN(const Sizes sizes, SizesOf(options.memory_bytes));
   const bench::Machine machine = bench::DescribeMachine();
   HYBRIDOPT_ASSIGN(const auto host, MakeContext(OFFLOAD_DEVICE_HOST));

@@ -7,9 +7,9 @@
 #include "checkpoints.h"
 #include "commands.h"
 #include "gatherer.h"
+#include "given_paths.h"
 #include "kernels/convert.h"
 #include "kernels/dtypes.h"
-#include "new_file.h"
 #include "stream_file.h"
 #include "text.h"
 

@@ -103,7 +103,6 @@ def test_list_names_what_is_there_and_the_newest(run):
         {"name": "wrong", "error": damaged},
     ]
     assert succeed("list", run / "logs") == f"no checkpoint in {run}/logs\n"
-    assert refuse(FAILED, f"could not list '{run}/none'", "list", run / "none") == "IO_FAILED"
 
 
 def test_newest_is_for_scripts(run):
@@ -111,7 +110,7 @@ def test_newest_is_for_scripts(run):
     flip(run / "end" / "shard-00001-of-00003.safetensors", 4101)
     assert json.loads(succeed("newest", run, "--json"))["path"] == f"{run}/end"
     assert succeed("newest", run, "--verify") == f"{run}/begin\n"
-    assert refuse(FAILED, "holds no good checkpoint", "newest", run / "logs") == "INVALID_STATE"
+    assert refuse(BAD, "holds no good checkpoint", "newest", run / "logs") == "INVALID_STATE"
 
 
 def test_newest_gives_scripts_the_path_as_it_is_and_terminals_a_safe_one(tmp_path):
@@ -157,7 +156,21 @@ def test_list_reads_each_checkpoint_once(tmp_path):
 def test_a_directory_of_checkpoints_is_told_from_one(arguments, run, tmp_path):
     given = [tmp_path / "out" if argument == "OUT" else argument for argument in arguments[1:]]
     told = f"'{run}' is no checkpoint, but holds some: the newest is '{run}/end', and hybridopt list names all"
-    assert refuse(FAILED, told, arguments[0], run, *given) == "IO_FAILED"
+    assert refuse(USAGE, told, arguments[0], run, *given) == "INVALID_ARGUMENT"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["list"], ["newest"], ["inspect"], ["verify"], ["reshard", "OUT", "--world", "1"], ["export", "OUT"]],
+    ids=lambda a: a[0],
+)
+def test_a_directory_that_is_not_there_is_wrong_usage_of_every_command(arguments, tmp_path):
+    given = [tmp_path / "out" if argument == "OUT" else argument for argument in arguments[1:]]
+    (tmp_path / "file").touch()
+    for name, why in (("none", "No such file or directory"), ("file", "Not a directory")):
+        told = f"DIR '{tmp_path}/{name}' cannot be used: {why}; name a directory that is there"
+        assert refuse(USAGE, told, arguments[0], tmp_path / name, *given) == "INVALID_ARGUMENT"
     assert not (tmp_path / "out").exists()
 
 
@@ -240,10 +253,10 @@ def test_words_of_a_file_do_nothing_to_a_terminal(word, tmp_path):
 
 def test_names_of_folders_do_nothing_to_a_terminal(tmp_path):
     missing = tool("inspect", tmp_path / "\x1b[2J\u202e", "--json")
-    assert missing.returncode == FAILED
+    assert missing.returncode == USAGE
     assert r"\x1b[2J\u202e" in json.loads(missing.stdout)["error"]
     raw = subprocess.run([TOOL, "inspect", os.fsencode(tmp_path) + b"/\x9b\xff"], capture_output=True)
-    assert raw.returncode == FAILED and rb"/\x9b\xff" in raw.stderr.replace(b"'", b"")
+    assert raw.returncode == USAGE and rb"/\x9b\xff" in raw.stderr.replace(b"'", b"")
     assert raw.stderr.isascii()
     out = tmp_path / "\x1b[2J\n\u202e"
     for command in (["export"], ["reshard", "--world", "1"]):
@@ -274,12 +287,7 @@ def test_inspect_as_json_tells_what_the_manifest_says(directory):
 def test_inspect_of_what_is_no_good_checkpoint(sample, tmp_path):
     (tmp_path / "empty").mkdir()
     told = f"'{tmp_path}/empty' is no checkpoint, as it has no manifest.json; give the directory of a checkpoint"
-    assert refuse(FAILED, told, "inspect", tmp_path / "empty") == "IO_FAILED"
-    manifest = sample / "manifest.json"
-    told = f"'{manifest}' is a file, expected the directory of a checkpoint, which has a manifest.json"
-    assert refuse(FAILED, told, "inspect", manifest) == "IO_FAILED"
-    missing = f"could not open '{tmp_path}/none/manifest.json': No such file or directory"
-    assert refuse(FAILED, missing, "inspect", tmp_path / "none") == "IO_FAILED"
+    assert refuse(USAGE, told, "inspect", tmp_path / "empty") == "INVALID_ARGUMENT"
     other = tmp_path / "other"
     shutil.copytree(sample, other)
     (other / "manifest.json").write_text("{}")
@@ -435,7 +443,6 @@ def test_reshard_makes_nothing_where_it_is_refused(sample, tmp_path):
     refuse(USAGE, f"OUT '{sample}' exists", "reshard", sample, sample, "--world", 2)
     nowhere = tmp_path / "none" / "out"
     refuse(USAGE, f"OUT '{nowhere}': its parent", "reshard", sample, nowhere, "--world", 2)
-    refuse(FAILED, "could not open", "reshard", tmp_path / "none", out, "--world", 2)
 
 
 def limit_files_to_5000_bytes():
@@ -573,7 +580,6 @@ def test_export_makes_nothing_where_it_is_refused(sample, tmp_path):
     none = tmp_path / "none"
     text = f"OUT '{none}/out': its folder '{none}' cannot be used: No such file or directory; make"
     refuse(USAGE, text, "export", sample, none / "out")
-    refuse(FAILED, "could not open", "export", none, out)
 
 
 def test_what_is_in_the_way_is_told_before_anything_is_written(sample, tmp_path):
@@ -730,9 +736,10 @@ def test_memory_is_bounded_whatever_the_size(tmp_path):
     ],
 )
 def test_a_wrong_word_is_named(word, text):
-    result = tool(word, "7B")
-    assert result.returncode == USAGE and result.stdout == ""
-    assert result.stderr.startswith(f"hybridopt: {text}")
+    for arguments in ([word, "7B"], ["help", word], ["--help", word]):
+        result = tool(*arguments)
+        assert result.returncode == USAGE and result.stdout == ""
+        assert result.stderr.startswith(f"hybridopt: {text}")
 
 
 @pytest.mark.parametrize(
