@@ -10,6 +10,7 @@
 #include "given_paths.h"
 #include "kernels/convert.h"
 #include "kernels/dtypes.h"
+#include "own_folder.h"
 #include "stream_file.h"
 #include "text.h"
 
@@ -159,6 +160,7 @@ Status NameFile(const std::string& from, const std::string& out) {
 // next one to the same place recognises that directory by its name and removes it.
 Status WriteAndName(Exporter* exporter, const std::string& out) {
   HYBRIDOPT_ASSIGN(PendingDirectory pending, PendingDirectory::Make(SystemFiles(), out));
+  const OwnFolder own(pending.path());
   const std::string path = pending.path() + "/" + ShardFileName(0, 1);
   Status status = exporter->Write(path);
   if (status.ok()) status = NameFile(path, out);

@@ -8,6 +8,7 @@
 #include "commands.h"
 #include "gatherer.h"
 #include "kernels/dtypes.h"
+#include "own_folder.h"
 #include "stream_file.h"
 #include "text.h"
 
@@ -177,6 +178,7 @@ Result<Report> Reshard(const ReshardOptions& options) {
     HYBRIDOPT_TRY(result.status());
   }
   HYBRIDOPT_ASSIGN(PendingDirectory pending, PendingDirectory::Make(SystemFiles(), options.out));
+  const OwnFolder own(pending.path());
   const Status status = WriteAll(reader, &gatherer, &plan, &pending);
   if (!status.ok()) {
     pending.Remove();

@@ -3,6 +3,7 @@
  *   sync     no directory can be synced; files are synced as usual
  *   read:N   the N-th read of a file gives other bytes than are there
  *   fail:N:E the N-th of all calls below fails with errno E
+ *   hang     no write of a file ends
  *
  * HYBRIDOPT_TEST_CALLS names a file that is told at the end how many calls there were.
  */
@@ -52,6 +53,7 @@ __attribute__((visibility("default"))) int open(const char* path, int flags, ...
 
 __attribute__((visibility("default"))) ssize_t pwrite(int file, const void* data, size_t bytes,
                                                       off_t offset) {
+  while (strcmp(fault(), "hang") == 0) pause();
   return fails() ? -1 : syscall(SYS_pwrite64, file, data, bytes, offset);
 }
 

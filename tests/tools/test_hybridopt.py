@@ -19,7 +19,7 @@ import pytest
 import read_by_the_page
 import torch
 import xxhash
-from command import BAD, DONE, FAILED, TOOL, USAGE, may_be_shown, misuse, on_a_terminal, refuse, shown_by_a_terminal, succeed, tool
+from command import BAD, DONE, FAILED, TOOL, USAGE, ended_by, may_be_shown, misuse, on_a_terminal, refuse, shown_by_a_terminal, succeed, tool
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -489,6 +489,13 @@ def test_what_is_killed_has_no_name_and_is_removed_by_the_next(command, sample, 
         assert names[1:] == ["sample", "whole"]
     succeed(*arguments)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "sample", "whole"]
+
+
+def test_a_signal_removes_what_is_unfinished(sample, tmp_path):
+    for command in (["export", sample, tmp_path / "out"], ["reshard", sample, tmp_path / "out", "--world", "2"]):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            assert ended_by(number, tmp_path / ".out.saving-*" / "*", *command) == -number
+            assert [path.name for path in tmp_path.iterdir()] == ["sample"]
 
 
 def test_an_export_removes_only_what_exports_make(sample, tmp_path):
