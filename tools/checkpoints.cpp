@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <sstream>
 #include <vector>
 
@@ -52,6 +53,11 @@ struct Listed {
   const char* algorithm = "";
   bool masters_only = false;
 };
+
+// By step; those that are refused come last.
+bool IsBefore(const Listed& a, const Listed& b) {
+  return a.status.ok() && (!b.status.ok() || a.step < b.step);
+}
 
 Listed Look(const std::string& path) {
   const Result<Reader> reader = Reader::Open(hybridopt::system::SystemFiles(), path);
@@ -120,6 +126,7 @@ Result<Report> List(const ListOptions& options) {
   if (paths.empty()) HYBRIDOPT_TRY(CheckIsNoCheckpoint(options.directory));
   std::vector<Listed> listed;
   for (const std::string& path : paths) listed.push_back(Look(path));
+  std::stable_sort(listed.begin(), listed.end(), IsBefore);
   const size_t newest = PlaceOfNewest(listed);
   using Align = Table::Align;
   Table table({{"checkpoint", Align::kLeft},

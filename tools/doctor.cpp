@@ -18,7 +18,6 @@ namespace {
 // A link below this rate counts as slow; most machines that train models have a faster one.
 constexpr double kSlowLink = 10e9;
 constexpr double kSlowDisk = 0.5e9;
-constexpr double kNoisyCpus = 0.1;  // fraction of all CPUs that other processes keep busy
 
 // One line of the output. `mend` is a command to type or a setting to change; empty: all is well.
 struct Check {
@@ -42,10 +41,6 @@ struct Findings {
     checks.push_back({name, text, good ? "" : mend});
   }
 };
-
-std::string Counted(uint64_t count, const char* noun) {
-  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
-}
 
 std::string GigabytesText(double bytes_per_second) {
   return NumberText(bytes_per_second * 1e-9) + " GB/s";

@@ -190,7 +190,7 @@ Result<Report> Export(const ExportOptions& options) {
   HYBRIDOPT_TRY(WriteAndName(&exporter, options.out));
   Report report;
   report.text = Printable(options.out) + ": " + options.what + " of " +
-                std::to_string(exporter.tensors()) + " tensors in " + options.dtype + ", " +
+                Counted(exporter.tensors(), "tensor") + " in " + options.dtype + ", " +
                 SizeText(exporter.data_bytes()) + "\n";
   report.json = {
       {"status", "OK"},         {"path", options.out},           {"what", options.what},

@@ -186,7 +186,7 @@ Result<Report> Reshard(const ReshardOptions& options) {
   }
   Report report;
   report.text = Printable(options.out) + ": " + SizeText(reader.bytes()) + " of state for " +
-                std::to_string(options.world) + (options.world == 1 ? " rank\n" : " ranks\n");
+                Counted(options.world, "rank") + "\n";
   report.json = {{"status", "OK"},
                  {"path", options.out},
                  {"world", options.world},

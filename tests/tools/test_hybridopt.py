@@ -15,6 +15,7 @@ import signal
 import subprocess
 import time
 
+import hybridopt
 import pytest
 import read_by_the_page
 import torch
@@ -103,6 +104,22 @@ def test_list_names_what_is_there_and_the_newest(run):
         {"name": "wrong", "error": damaged},
     ]
     assert succeed("list", run / "logs") == f"no checkpoint in {run}/logs\n"
+
+
+def test_list_is_in_the_order_of_steps(tmp_path):
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = hybridopt.SGD([("weight", param)], lr=0.1)
+    for step in range(1, 11):
+        param.grad = torch.ones(2)
+        optimizer.step()
+        if step >= 8:
+            optimizer.save_checkpoint(tmp_path / f"step-{step}")
+    shutil.copytree(GOLDEN / "sgd-world3", tmp_path / "a-wrong-one")
+    (tmp_path / "a-wrong-one" / "manifest.json").write_text("{}")
+    lines = succeed("list", tmp_path).splitlines()[1:]
+    assert [line.split()[0] for line in lines] == ["step-8", "step-9", "step-10", "a-wrong-one"]
+    assert lines[2].endswith("whole, newest")
+    assert "\n1 param, 1 tensor, 1 file, " in succeed("inspect", tmp_path / "step-8")
 
 
 def test_newest_is_for_scripts(run):
