@@ -579,7 +579,7 @@ def say_distances(runs: dict[str, Run]) -> int:
         if run.distance is None:
             return 0
         distance, allowed = run.distance
-        print(f"{name}: params differ by {distance:.1e} of their way from those of a training in float64; fp32 may differ by {allowed:.1e}")
+        print(f"{name}: params are {distance:.1e} of their way off a training in float64, fp32 may be {allowed:.1e}")
     distance, allowed = runs["hybridopt"].distance
     good = distance <= allowed
     print(f"as exact as fp32 can be: {'yes' if good else 'NO'}")
