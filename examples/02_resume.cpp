@@ -62,9 +62,9 @@ class Job {
   // The step that the newest good checkpoint was saved after; 0 if there is none.
   uint64_t resume(const std::string& directory) {
     char path[4096];
-    const int32_t status = offload_checkpoint_newest(directory.c_str(), nullptr, path, sizeof path);
-    if (status == OFFLOAD_INVALID_STATE) return 0;
-    MUST(status);
+    const int32_t found = offload_checkpoint_newest(directory.c_str(), nullptr, path, sizeof path);
+    if (found == OFFLOAD_INVALID_STATE) return 0;
+    must(found, "offload_checkpoint_newest");
     auto info = offload_init<offload_checkpoint_info_t>();
     MUST(offload_checkpoint_inspect(path, &info, nullptr, nullptr));
     auto options = offload_init<offload_load_options_t>();

@@ -579,10 +579,10 @@ def say_distances(runs: dict[str, Run]) -> int:
         if run.distance is None:
             return 0
         distance, allowed = run.distance
-        print(f"{name}: {distance:.1e} of the way off float64, fp32 may be {allowed:.1e} off")
+        print(f"{name}: params are {distance:.1e} of their way off a training in float64, fp32 may be {allowed:.1e}")
     distance, allowed = runs["hybridopt"].distance
     good = distance <= allowed
-    print(f"as float64 has it: {'yes' if good else 'NO'}")
+    print(f"as exact as fp32 can be: {'yes' if good else 'NO'}")
     return 0 if good else 1
 
 

@@ -152,13 +152,14 @@ size_t CountRows(bool has_device) {
 // -------------------------------------------------------------------------------------- output --
 
 std::string TextOf(const std::vector<Row>& rows, const Measurement& bench,
-                   const bench::Machine& machine, double busy) {
+                   const bench::Machine& machine, double busy, bool noisy) {
   std::ostringstream out;
   out << offload_build_info() << "\n"
       << machine.cpu << ", " << machine.date << ", AdamW over "
       << NumberText(static_cast<double>(bench.elements) / (1 << 20))
-      << " Mi params of bf16; other processes kept " << NumberText(busy) << " CPUs busy\n"
-      << "memory " << NumberText(MedianOf(bench.memory_rates) * 1e-9)
+      << " Mi params of bf16; other processes kept " << NumberText(busy) << " CPUs busy"
+      << (noisy ? ": run it again while the machine is quiet, these figures say little" : "")
+      << "\nmemory " << NumberText(MedianOf(bench.memory_rates) * 1e-9)
       << " GB/s read and written by the update threads";
   if (bench.link)
     out << "; link " << NumberText(bench.link->down * 1e-9) << " GB/s down, "
@@ -237,7 +238,8 @@ Result<Report> Bench(const BenchOptions& options) {
   }
   HYBRIDOPT_ASSIGN(const std::vector<Row> rows, MeasureAll(bench, stage));
   const double busy = neighbours.CpusBusy();
-  return Report{TextOf(rows, bench, machine, busy), JsonOf(rows, bench, machine, busy), {}};
+  const bool noisy = busy > kNoisyCpus * info.cpus_allowed;
+  return Report{TextOf(rows, bench, machine, busy, noisy), JsonOf(rows, bench, machine, busy), {}};
 }
 
 }  // namespace tool

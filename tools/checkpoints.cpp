@@ -2,7 +2,7 @@
 
 #include <unistd.h>
 
-#include <cerrno>
+#include <algorithm>
 #include <sstream>
 #include <vector>
 
@@ -10,6 +10,7 @@
 #include "checkpoint/format/format.h"
 #include "checkpoint/paths.h"
 #include "commands.h"
+#include "given_paths.h"
 #include "handles.h"
 #include "kernels/algorithms.h"
 #include "text.h"
@@ -52,6 +53,11 @@ struct Listed {
   const char* algorithm = "";
   bool masters_only = false;
 };
+
+// By step; those that are refused come last.
+bool IsBefore(const Listed& a, const Listed& b) {
+  return a.status.ok() && (!b.status.ok() || a.step < b.step);
+}
 
 Listed Look(const std::string& path) {
   const Result<Reader> reader = Reader::Open(hybridopt::system::SystemFiles(), path);
@@ -99,32 +105,28 @@ void AddRow(const Listed& listed, bool is_newest, Table& table, Json& rows) {
 
 Result<Reader> OpenCheckpoint(const std::string& directory) {
   Result<Reader> reader = Reader::Open(hybridopt::system::SystemFiles(), directory);
-  if (reader.ok()) return reader;
-  if (LookIn(hybridopt::system::SystemFiles(), directory) == -ENOTDIR)
-    return Status::Error(
-        reader.status().code(),
-        "'%.500s' is a file, expected the directory of a checkpoint, which has a %s",
-        directory.c_str(), kManifestFile);
+  if (reader.ok() || HasManifest(directory)) return reader;
+  HYBRIDOPT_TRY(CheckDirectory("DIR", directory));
   const Result<std::string> newest = NewestIn(directory, false);
-  if (!newest.ok()) {
-    if (access(directory.c_str(), F_OK) != 0 || HasManifest(directory)) return reader;
-    return Status::Error(reader.status().code(),
+  if (!newest.ok())
+    return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                          "'%.500s' is no checkpoint, as it has no %s; give the directory of a "
                          "checkpoint, or one that holds checkpoints",
                          directory.c_str(), kManifestFile);
-  }
-  return Status::Error(reader.status().code(),
+  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
                        "'%.500s' is no checkpoint, but holds some: the newest is '%.500s', and "
                        "hybridopt list names all",
                        directory.c_str(), newest.value().c_str());
 }
 
 Result<Report> List(const ListOptions& options) {
+  HYBRIDOPT_TRY(CheckDirectory("DIR", options.directory));
   HYBRIDOPT_ASSIGN(const std::vector<std::string> paths,
                    CheckpointsIn(hybridopt::system::SystemFiles(), options.directory));
   if (paths.empty()) HYBRIDOPT_TRY(CheckIsNoCheckpoint(options.directory));
   std::vector<Listed> listed;
   for (const std::string& path : paths) listed.push_back(Look(path));
+  std::stable_sort(listed.begin(), listed.end(), IsBefore);
   const size_t newest = PlaceOfNewest(listed);
   using Align = Table::Align;
   Table table({{"checkpoint", Align::kLeft},
@@ -144,8 +146,11 @@ Result<Report> List(const ListOptions& options) {
 }
 
 Result<Report> Newest(const NewestOptions& options) {
+  HYBRIDOPT_TRY(CheckDirectory("DIR", options.directory));
   const Result<std::string> newest = NewestIn(options.directory, options.verify);
   if (!newest.ok()) HYBRIDOPT_TRY(CheckIsNoCheckpoint(options.directory));
+  if (newest.status().code() == OFFLOAD_INVALID_STATE)  // there is none
+    return Report{"", {{"status", "INVALID_STATE"}}, newest.status()};
   HYBRIDOPT_ASSIGN(const std::string path, newest);
   // A script gets the path as it is. A person sees it escaped.
   const std::string shown = isatty(STDOUT_FILENO) == 1 ? hybridopt::Printable(path) : path;

@@ -86,8 +86,8 @@ struct PlanOptions {
   uint64_t device_memory_bytes = 0;
 };
 
-// The output of a command as text and as JSON. A command that found damage has an output and also a
-// status that is not OK.
+// The output of a command as text and as JSON. A command whose answer is no, such as that there is
+// damage, has an output and also a status that is not OK.
 struct Report {
   std::string text;
   Json json;

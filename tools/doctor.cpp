@@ -3,12 +3,11 @@
 #include <algorithm>
 #include <sstream>
 
-#include "base/files.h"
 #include "base/system.h"
 #include "base/utf8.h"
 #include "bench/machine.h"
-#include "checkpoint/paths.h"
 #include "commands.h"
+#include "given_paths.h"
 #include "machine/stopwatch.h"
 #include "measure.h"
 #include "text.h"
@@ -19,7 +18,6 @@ namespace {
 // A link below this rate counts as slow; most machines that train models have a faster one.
 constexpr double kSlowLink = 10e9;
 constexpr double kSlowDisk = 0.5e9;
-constexpr double kNoisyCpus = 0.1;  // fraction of all CPUs that other processes keep busy
 
 // One line of the output. `mend` is a command to type or a setting to change; empty: all is well.
 struct Check {
@@ -43,10 +41,6 @@ struct Findings {
     checks.push_back({name, text, good ? "" : mend});
   }
 };
-
-std::string Counted(uint64_t count, const char* noun) {
-  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
-}
 
 std::string GigabytesText(double bytes_per_second) {
   return NumberText(bytes_per_second * 1e-9) + " GB/s";
@@ -286,15 +280,6 @@ Status MeasureDevice(const DoctorOptions& options, const bench::Machine& machine
   return {};
 }
 
-Status CheckDirectory(const std::string& directory) {
-  if (directory.empty()) return {};
-  const int error = hybridopt::checkpoint::LookIn(hybridopt::system::SystemFiles(), directory);
-  if (error == 0) return {};
-  return Status::Error(OFFLOAD_INVALID_ARGUMENT,
-                       "DIR '%.500s' cannot be used: %s; name a directory that is there",
-                       directory.c_str(), hybridopt::system::ErrorText(-error).c_str());
-}
-
 std::string TextOf(const Findings& findings, const bench::Machine& machine, double seconds) {
   size_t width = 0;
   for (const Check& check : findings.checks) width = std::max(width, check.name.size());
@@ -333,7 +318,7 @@ Json JsonOf(const Findings& findings, const bench::Machine& machine, const Sizes
 
 Result<Report> Doctor(const DoctorOptions& options) {
   const int64_t begin_ns = hybridopt::system::NowNs();
-  HYBRIDOPT_TRY(CheckDirectory(options.directory));
+  if (!options.directory.empty()) HYBRIDOPT_TRY(CheckDirectory("DIR", options.directory));
   HYBRIDOPT_ASSIGN(const Sizes sizes, SizesOf(options.memory_bytes));
   const bench::Machine machine = bench::DescribeMachine();
   HYBRIDOPT_ASSIGN(const auto host, MakeContext(OFFLOAD_DEVICE_HOST));

@@ -7,9 +7,10 @@
 #include "checkpoints.h"
 #include "commands.h"
 #include "gatherer.h"
+#include "given_paths.h"
 #include "kernels/convert.h"
 #include "kernels/dtypes.h"
-#include "new_file.h"
+#include "own_folder.h"
 #include "stream_file.h"
 #include "text.h"
 
@@ -159,6 +160,7 @@ Status NameFile(const std::string& from, const std::string& out) {
 // next one to the same place recognises that directory by its name and removes it.
 Status WriteAndName(Exporter* exporter, const std::string& out) {
   HYBRIDOPT_ASSIGN(PendingDirectory pending, PendingDirectory::Make(SystemFiles(), out));
+  const OwnFolder own(pending.path());
   const std::string path = pending.path() + "/" + ShardFileName(0, 1);
   Status status = exporter->Write(path);
   if (status.ok()) status = NameFile(path, out);
@@ -188,7 +190,7 @@ Result<Report> Export(const ExportOptions& options) {
   HYBRIDOPT_TRY(WriteAndName(&exporter, options.out));
   Report report;
   report.text = Printable(options.out) + ": " + options.what + " of " +
-                std::to_string(exporter.tensors()) + " tensors in " + options.dtype + ", " +
+                Counted(exporter.tensors(), "tensor") + " in " + options.dtype + ", " +
                 SizeText(exporter.data_bytes()) + "\n";
   report.json = {
       {"status", "OK"},         {"path", options.out},           {"what", options.what},

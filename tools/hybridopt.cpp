@@ -1,7 +1,7 @@
 // hybridopt: reports what this machine can do and how much memory optimizer state takes; lists,
 // verifies, reshards and exports checkpoints. Exit codes: 0 done, 1 the answer is no (the
-// checkpoint is damaged or does not hold what was asked for, the training does not fit), 2 wrong
-// usage, 3 could not be done.
+// checkpoint is damaged or does not hold what was asked for, there is no checkpoint, the training
+// does not fit), 2 wrong usage (a word, an option or a path), 3 could not be done.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
@@ -61,7 +61,7 @@ int Tell(const Result<Report>& result, bool json) {
   }
   std::cout.flush();
   if (!json && !status.ok()) std::cerr << "hybridopt: " << status.message() << '\n';
-  const bool is_no = result.ok() && (status.code() == OFFLOAD_OUT_OF_HOST_MEMORY);
+  const bool is_no = result.ok() && !status.ok();
   return Written(is_no ? kAnswerIsNo : ExitCode(status));
 }
 
@@ -130,6 +130,7 @@ CLI::Option* AddSize(CLI::App* command, const char* name, uint64_t& bytes, const
     // Without the second condition, a negative number would be read as a very large one.
     return given.starts_with('-') ? "no" : size(given);
   };
+  command->footer("A SIZE is a whole number of bytes, as 8GiB or 2GB.");
   return command->add_option(name, bytes, text)
       ->transform(Expecting("a whole number of bytes, as 8GiB or 2GB", {check, ""}))
       ->option_text("SIZE");
@@ -354,6 +355,12 @@ std::string NoSuch(const char* what, const std::string& word,
          (nearest.empty() ? "" : "; did you mean '" + nearest + "'?");
 }
 
+// The word that should be a command, which may also stand behind `help`; null if there is none.
+const std::string* CommandOf(const std::vector<std::string>& words) {
+  const size_t place = !words.empty() && words[0] == "--help" ? 1 : 0;
+  return words.size() > place && !words[place].starts_with('-') ? &words[place] : nullptr;
+}
+
 // Empty if the word is a command; else an error text that names the most similar command.
 std::string UnknownCommand(const CLI::App& app, const std::string& word) {
   std::vector<std::string> commands;
@@ -442,8 +449,8 @@ int Main(int argc, char** argv) {
   app.footer(
       "'hybridopt COMMAND --help' has the options of a command, which stand behind its name.");
   const std::vector<std::string> words = WordsOf(argc, argv);
-  const std::string wrong =
-      !words.empty() && !words[0].starts_with('-') ? UnknownCommand(app, words[0]) : "";
+  const std::string* const command = CommandOf(words);
+  const std::string wrong = command != nullptr ? UnknownCommand(app, *command) : "";
   if (!wrong.empty()) return Refuse("hybridopt", wrong);
   try {
     app.parse(std::vector<std::string>(words.rbegin(), words.rend()));  // as CLI11 takes them

@@ -72,8 +72,7 @@ std::string TextOf(const Reader& reader) {
   std::ostringstream out;
   out << "step " << manifest.step << ", " << AlgorithmsText(manifest) << ", "
       << Printable(manifest.layout) << " state" << (manifest.masters_only ? " (masters only)" : "")
-      << ", saved by " << manifest.world << (manifest.world == 1 ? " rank" : " ranks") << " with "
-      << Printable(manifest.writer);
+      << ", saved by " << Counted(manifest.world, "rank") << " with " << Printable(manifest.writer);
   if (!manifest.matrix_products.empty())
     out << ", matrices multiplied by " << Printable(manifest.matrix_products);
   out << "\n\n";
@@ -96,8 +95,8 @@ std::string TextOf(const Reader& reader) {
   }
   table.Print(out);
   out << "\n"
-      << manifest.params.size() << " params, " << tensors << " tensors, " << manifest.files.size()
-      << (manifest.files.size() == 1 ? " file, " : " files, ") << SizeText(reader.bytes())
+      << Counted(manifest.params.size(), "param") << ", " << Counted(tensors, "tensor") << ", "
+      << Counted(manifest.files.size(), "file") << ", " << SizeText(reader.bytes())
       << " of state\n";
   return out.str();
 }

@@ -1,5 +1,6 @@
 #include "machine_file.h"
 
+#include "given_paths.h"
 #include "model.h"
 
 namespace tool {
@@ -61,6 +62,8 @@ class MemberReader {
 }  // namespace
 
 Result<MachineFile> MachineFile::Read(const std::string& path) {
+  const Status there = CheckFile("--machine", path);
+  if (!there.ok()) return Status::Error(there.code(), "%s; %s", there.message().c_str(), kWayOut);
   const Result<Json> read = ReadJson(path, kBytesMax, "what hybridopt doctor --json prints");
   if (!read.ok())
     return Status::Error(read.status().code(), "--machine: %s; %s", read.status().message().c_str(),

@@ -7,6 +7,7 @@
 
 #include "base/files.h"
 #include "machine/stopwatch.h"
+#include "own_folder.h"
 #include "text.h"
 
 namespace tool {
@@ -359,22 +360,29 @@ Result<DiskRates> MeasureDisk(const Context& host, const std::string& directory,
   char name[64];
   std::snprintf(name, sizeof(name), "/hybridopt-doctor-%016llx",
                 static_cast<unsigned long long>(hybridopt::system::RandomBits()));
-  const std::string path = directory + name;
+  const std::string folder = directory + name;
+  const OwnFolder own(folder);
+  std::error_code error;
+  std::filesystem::create_directory(folder, error);
+  if (error)
+    return Status::Error(OFFLOAD_IO_FAILED, "could not make '%.500s': %s", folder.c_str(),
+                         error.message().c_str());
+  const std::string path = folder + "/checkpoint";
   int64_t begin_ns = NowNs();
-  HYBRIDOPT_TRY(training->Save(path));
+  Status status = training->Save(path);
   DiskRates rates;
   rates.write = SecondsSince(begin_ns);
   auto info = offload_init<offload_checkpoint_info_t>();
-  Status status = StatusOf(offload_checkpoint_inspect(path.c_str(), &info, nullptr, nullptr));
+  if (status.ok())
+    status = StatusOf(offload_checkpoint_inspect(path.c_str(), &info, nullptr, nullptr));
   begin_ns = NowNs();
   if (status.ok()) status = StatusOf(offload_checkpoint_verify(path.c_str(), nullptr));
   rates.read = SecondsSince(begin_ns);
-  std::error_code removed;
-  std::filesystem::remove_all(path, removed);
+  std::filesystem::remove_all(folder, error);
   HYBRIDOPT_TRY(status);
-  if (removed)
+  if (error)
     return Status::Error(OFFLOAD_IO_FAILED, "could not remove '%.500s': %s; remove it by hand",
-                         path.c_str(), removed.message().c_str());
+                         folder.c_str(), error.message().c_str());
   rates.bytes = info.bytes;
   rates.write = static_cast<double>(rates.bytes) / rates.write;
   rates.read = static_cast<double>(rates.bytes) / rates.read;

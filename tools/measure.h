@@ -51,6 +51,7 @@ inline constexpr Executor kExecutors[] = {
 };
 // The host memory of each element: gradient, param and state in fp32.
 inline constexpr uint64_t kTrainingBytes = 16;
+inline constexpr double kNoisyCpus = 0.1;  // fraction of all CPUs that other processes keep busy
 
 // How much is measured.
 struct Sizes {

@@ -8,6 +8,7 @@
 #include "commands.h"
 #include "gatherer.h"
 #include "kernels/dtypes.h"
+#include "own_folder.h"
 #include "stream_file.h"
 #include "text.h"
 
@@ -177,6 +178,7 @@ Result<Report> Reshard(const ReshardOptions& options) {
     HYBRIDOPT_TRY(result.status());
   }
   HYBRIDOPT_ASSIGN(PendingDirectory pending, PendingDirectory::Make(SystemFiles(), options.out));
+  const OwnFolder own(pending.path());
   const Status status = WriteAll(reader, &gatherer, &plan, &pending);
   if (!status.ok()) {
     pending.Remove();
@@ -184,7 +186,7 @@ Result<Report> Reshard(const ReshardOptions& options) {
   }
   Report report;
   report.text = Printable(options.out) + ": " + SizeText(reader.bytes()) + " of state for " +
-                std::to_string(options.world) + (options.world == 1 ? " rank\n" : " ranks\n");
+                Counted(options.world, "rank") + "\n";
   report.json = {{"status", "OK"},
                  {"path", options.out},
                  {"world", options.world},

@@ -117,6 +117,10 @@ std::string NearestWord(const std::string& word, const std::vector<std::string>&
   return nearest;
 }
 
+std::string Counted(uint64_t count, const char* noun) {
+  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
+}
+
 std::string NumberText(double number) {
   const int decimals = number >= 99.95 ? 0 : number >= 9.995 ? 1 : 2;
   char text[64];

@@ -41,6 +41,9 @@ std::string NearestWord(const std::string& word, const std::vector<std::string>&
 // "0.62": at most three significant digits.
 std::string NumberText(double number);
 
+// "1 rank", "2 ranks".
+std::string Counted(uint64_t count, const char* noun);
+
 // The text in green or yellow, if standard output is a terminal and NO_COLOR is not set.
 std::string Green(const std::string& text);
 std::string Yellow(const std::string& text);

@@ -6,9 +6,9 @@
 #include "base/system.h"
 #include "base/utf8.h"
 #include "commands.h"
+#include "given_paths.h"
 #include "measure.h"
 #include "model.h"
-#include "new_file.h"
 #include "text.h"
 #include "trace_lanes.h"
 
@@ -147,7 +147,9 @@ Json JsonOf(const Lanes& lanes, const std::string& path) {
 
 Result<Report> Trace(const TraceOptions& options) {
   std::string recorded;
-  if (!options.read) {
+  if (options.read) {
+    HYBRIDOPT_TRY(CheckFile("FILE", options.path));
+  } else {
     HYBRIDOPT_ASSIGN(const Recording recording, Prepare(options));
     HYBRIDOPT_TRY(Record(recording, options.steps, options.path));
     recorded = " of AdamW, behind a first one, over " +

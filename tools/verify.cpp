@@ -12,8 +12,8 @@ using namespace hybridopt::checkpoint;  // NOLINT: the tool is about checkpoints
 std::string TextOf(const Reader& reader, const VerifyResult& result) {
   std::ostringstream out;
   if (result.damaged_blocks == 0) {
-    out << "good: " << SizeText(result.bytes) << " of state in " << reader.manifest().files.size()
-        << (reader.manifest().files.size() == 1 ? " file" : " files") << " match their hashes\n";
+    out << "good: " << SizeText(result.bytes) << " of state in "
+        << Counted(reader.manifest().files.size(), "file") << " match their hashes\n";
     return out.str();
   }
   using Align = Table::Align;

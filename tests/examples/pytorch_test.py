@@ -53,7 +53,7 @@ def losses(output, name):
 with tempfile.TemporaryDirectory() as folder:
     plot = pathlib.Path(folder) / "losses.png"
     output = run("--compare", "--plot", str(plot))
-    assert "as float64 has it: yes" in output
+    assert "as exact as fp32 can be: yes" in output
     assert len(losses(output, "torch")) == len(losses(output, "hybridopt")) == 11
     for name in ("torch", "hybridopt"):
         assert re.search(rf"{name}: [1-9]\d* tokens/s; a step takes \d+\.\d ms \(median\)", output)
@@ -67,7 +67,7 @@ with tempfile.TemporaryDirectory() as folder:
 
     # A step of several batches is followed in float64 too, and gradients that leave in its last pass change nothing.
     accumulated = run("--micro-batches", "3")
-    assert "as float64 has it: yes" in accumulated
+    assert "as exact as fp32 can be: yes" in accumulated
     assert losses(run("--micro-batches", "3", "--overlap"), "hybridopt") == losses(accumulated, "hybridopt")
     assert losses(accumulated, "hybridopt") != losses(overlapped, "hybridopt")
 

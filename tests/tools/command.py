@@ -1,12 +1,14 @@
 """Runs the command-line tool that HYBRIDOPT_TOOL names, and checks how it ends."""
 
 import fcntl
+import glob
 import json
 import os
 import pty
 import struct
 import subprocess
 import termios
+import time
 
 TOOL = os.environ["HYBRIDOPT_TOOL"]
 
@@ -34,6 +36,17 @@ def refuse(code, text, *arguments, **options):
     assert answer.returncode == code and answer.stderr == ""
     assert text in json.loads(answer.stdout)["error"]
     return json.loads(answer.stdout)["status"]
+
+
+def ended_by(number, begun, *arguments):
+    """The exit status of a tool that hangs in a write, and gets this signal when `begun` finds a path."""
+    env = {**os.environ, "LD_PRELOAD": os.environ["HYBRIDOPT_FAULTY_FILES"], "HYBRIDOPT_TEST_FAULT": "hang"}
+    process = subprocess.Popen([TOOL, *map(str, arguments)], env=env, stdout=subprocess.DEVNULL)
+    while not glob.glob(str(begun)):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    return process.wait(timeout=120)
 
 
 def misuse(text, command, *arguments):

@@ -4,6 +4,7 @@
  *   read:N   the N-th read of a file gives other bytes than are there
  *   fail:N:E the N-th of all calls below but malloc() fails with errno E
  *   memory:N the N-th call of malloc() fails, counted from the first of the other calls
+ *   hang     no write of a file ends
  *
  * HYBRIDOPT_TEST_CALLS names a file that is told at the end how many calls there were, and how many
  * of malloc().
@@ -70,6 +71,7 @@ __attribute__((visibility("default"))) int open(const char* path, int flags, ...
 
 __attribute__((visibility("default"))) ssize_t pwrite(int file, const void* data, size_t bytes,
                                                       off_t offset) {
+  while (strcmp(fault(), "hang") == 0) pause();
   return fails() ? -1 : syscall(SYS_pwrite64, file, data, bytes, offset);
 }
 

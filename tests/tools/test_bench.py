@@ -1,6 +1,9 @@
 """hybridopt bench: steps compared with their ceilings. No figure is compared with a limit."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from command import DONE, USAGE, misuse, on_a_terminal, refuse, succeed, tool
@@ -63,6 +66,18 @@ def test_text_is_a_table_without_the_device_where_there_is_none():
     assert len(lines) == 5 + 2 * len(LAYOUTS)
     assert all(line.split("  ")[0] in ("CPU threads, params on the host", ".. gradients known to be finite")
                for line in lines[5:])  # fmt: skip
+
+
+def test_figures_of_a_busy_machine_are_told_from_others():
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in os.sched_getaffinity(0)]
+    try:
+        line = succeed(*SMALL, "--device", "none").splitlines()[1]
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert line.endswith(" CPUs busy: run it again while the machine is quiet, these figures say little")
 
 
 def test_a_terminal_sees_what_is_being_measured():

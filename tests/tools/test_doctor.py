@@ -3,10 +3,11 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 
 import pytest
-from command import DONE, TOOL, USAGE, may_be_shown, misuse, on_a_terminal, refuse, shown_by_a_terminal, succeed, tool
+from command import DONE, TOOL, USAGE, ended_by, may_be_shown, misuse, on_a_terminal, refuse, shown_by_a_terminal, succeed, tool
 
 SMALL = ["doctor", "--memory", "16MiB"]
 LAYOUTS = ["fp32", "split", "small"]
@@ -70,6 +71,13 @@ def test_a_disk_is_measured_and_nothing_is_left(tmp_path):
     assert list(tmp_path.iterdir()) == []
     refuse(USAGE, f"DIR '{tmp_path}/none' cannot be used: No such file or directory; name a directory that is there",
            *SMALL, tmp_path / "none")  # fmt: skip
+
+
+def test_a_signal_leaves_nothing_on_the_disk(tmp_path):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        begun = tmp_path / "hybridopt-doctor-*" / ".checkpoint.saving-*" / "*"
+        assert ended_by(number, begun, *SMALL, "--device", "none", tmp_path) == -number
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_with_a_strange_name_does_nothing_to_a_terminal(tmp_path):

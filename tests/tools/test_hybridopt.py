@@ -15,11 +15,12 @@ import signal
 import subprocess
 import time
 
+import hybridopt
 import pytest
 import read_by_the_page
 import torch
 import xxhash
-from command import BAD, DONE, FAILED, TOOL, USAGE, may_be_shown, misuse, on_a_terminal, refuse, shown_by_a_terminal, succeed, tool
+from command import BAD, DONE, FAILED, TOOL, USAGE, ended_by, may_be_shown, misuse, on_a_terminal, refuse, shown_by_a_terminal, succeed, tool
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -103,7 +104,22 @@ def test_list_names_what_is_there_and_the_newest(run):
         {"name": "wrong", "error": damaged},
     ]
     assert succeed("list", run / "logs") == f"no checkpoint in {run}/logs\n"
-    assert refuse(FAILED, f"could not list '{run}/none'", "list", run / "none") == "IO_FAILED"
+
+
+def test_list_is_in_the_order_of_steps(tmp_path):
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = hybridopt.SGD([("weight", param)], lr=0.1)
+    for step in range(1, 11):
+        param.grad = torch.ones(2)
+        optimizer.step()
+        if step >= 8:
+            optimizer.save_checkpoint(tmp_path / f"step-{step}")
+    shutil.copytree(GOLDEN / "sgd-world3", tmp_path / "a-wrong-one")
+    (tmp_path / "a-wrong-one" / "manifest.json").write_text("{}")
+    lines = succeed("list", tmp_path).splitlines()[1:]
+    assert [line.split()[0] for line in lines] == ["step-8", "step-9", "step-10", "a-wrong-one"]
+    assert lines[2].endswith("whole, newest")
+    assert "\n1 param, 1 tensor, 1 file, " in succeed("inspect", tmp_path / "step-8")
 
 
 def test_newest_is_for_scripts(run):
@@ -111,7 +127,7 @@ def test_newest_is_for_scripts(run):
     flip(run / "end" / "shard-00001-of-00003.safetensors", 4101)
     assert json.loads(succeed("newest", run, "--json"))["path"] == f"{run}/end"
     assert succeed("newest", run, "--verify") == f"{run}/begin\n"
-    assert refuse(FAILED, "holds no good checkpoint", "newest", run / "logs") == "INVALID_STATE"
+    assert refuse(BAD, "holds no good checkpoint", "newest", run / "logs") == "INVALID_STATE"
 
 
 def test_newest_gives_scripts_the_path_as_it_is_and_terminals_a_safe_one(tmp_path):
@@ -176,7 +192,21 @@ def test_list_reads_each_checkpoint_once(tmp_path):
 def test_a_directory_of_checkpoints_is_told_from_one(arguments, run, tmp_path):
     given = [tmp_path / "out" if argument == "OUT" else argument for argument in arguments[1:]]
     told = f"'{run}' is no checkpoint, but holds some: the newest is '{run}/end', and hybridopt list names all"
-    assert refuse(FAILED, told, arguments[0], run, *given) == "IO_FAILED"
+    assert refuse(USAGE, told, arguments[0], run, *given) == "INVALID_ARGUMENT"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["list"], ["newest"], ["inspect"], ["verify"], ["reshard", "OUT", "--world", "1"], ["export", "OUT"]],
+    ids=lambda a: a[0],
+)
+def test_a_directory_that_is_not_there_is_wrong_usage_of_every_command(arguments, tmp_path):
+    given = [tmp_path / "out" if argument == "OUT" else argument for argument in arguments[1:]]
+    (tmp_path / "file").touch()
+    for name, why in (("none", "No such file or directory"), ("file", "Not a directory")):
+        told = f"DIR '{tmp_path}/{name}' cannot be used: {why}; name a directory that is there"
+        assert refuse(USAGE, told, arguments[0], tmp_path / name, *given) == "INVALID_ARGUMENT"
     assert not (tmp_path / "out").exists()
 
 
@@ -259,10 +289,10 @@ def test_words_of_a_file_do_nothing_to_a_terminal(word, tmp_path):
 
 def test_names_of_folders_do_nothing_to_a_terminal(tmp_path):
     missing = tool("inspect", tmp_path / "\x1b[2J\u202e", "--json")
-    assert missing.returncode == FAILED
+    assert missing.returncode == USAGE
     assert r"\x1b[2J\u202e" in json.loads(missing.stdout)["error"]
     raw = subprocess.run([TOOL, "inspect", os.fsencode(tmp_path) + b"/\x9b\xff"], capture_output=True)
-    assert raw.returncode == FAILED and rb"/\x9b\xff" in raw.stderr.replace(b"'", b"")
+    assert raw.returncode == USAGE and rb"/\x9b\xff" in raw.stderr.replace(b"'", b"")
     assert raw.stderr.isascii()
     out = tmp_path / "\x1b[2J\n\u202e"
     for command in (["export"], ["reshard", "--world", "1"]):
@@ -293,12 +323,7 @@ def test_inspect_as_json_tells_what_the_manifest_says(directory):
 def test_inspect_of_what_is_no_good_checkpoint(sample, tmp_path):
     (tmp_path / "empty").mkdir()
     told = f"'{tmp_path}/empty' is no checkpoint, as it has no manifest.json; give the directory of a checkpoint"
-    assert refuse(FAILED, told, "inspect", tmp_path / "empty") == "IO_FAILED"
-    manifest = sample / "manifest.json"
-    told = f"'{manifest}' is a file, expected the directory of a checkpoint, which has a manifest.json"
-    assert refuse(FAILED, told, "inspect", manifest) == "IO_FAILED"
-    missing = f"could not open '{tmp_path}/none/manifest.json': No such file or directory"
-    assert refuse(FAILED, missing, "inspect", tmp_path / "none") == "IO_FAILED"
+    assert refuse(USAGE, told, "inspect", tmp_path / "empty") == "INVALID_ARGUMENT"
     other = tmp_path / "other"
     shutil.copytree(sample, other)
     (other / "manifest.json").write_text("{}")
@@ -454,7 +479,6 @@ def test_reshard_makes_nothing_where_it_is_refused(sample, tmp_path):
     refuse(USAGE, f"OUT '{sample}' exists", "reshard", sample, sample, "--world", 2)
     nowhere = tmp_path / "none" / "out"
     refuse(USAGE, f"OUT '{nowhere}': its parent", "reshard", sample, nowhere, "--world", 2)
-    refuse(FAILED, "could not open", "reshard", tmp_path / "none", out, "--world", 2)
 
 
 def limit_files_to_5000_bytes():
@@ -501,6 +525,13 @@ def test_what_is_killed_has_no_name_and_is_removed_by_the_next(command, sample, 
         assert names[1:] == ["sample", "whole"]
     succeed(*arguments)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "sample", "whole"]
+
+
+def test_a_signal_removes_what_is_unfinished(sample, tmp_path):
+    for command in (["export", sample, tmp_path / "out"], ["reshard", sample, tmp_path / "out", "--world", "2"]):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            assert ended_by(number, tmp_path / ".out.saving-*" / "*", *command) == -number
+            assert [path.name for path in tmp_path.iterdir()] == ["sample"]
 
 
 def test_an_export_removes_only_what_exports_make(sample, tmp_path):
@@ -592,7 +623,6 @@ def test_export_makes_nothing_where_it_is_refused(sample, tmp_path):
     none = tmp_path / "none"
     text = f"OUT '{none}/out': its folder '{none}' cannot be used: No such file or directory; make"
     refuse(USAGE, text, "export", sample, none / "out")
-    refuse(FAILED, "could not open", "export", none, out)
 
 
 def test_what_is_in_the_way_is_told_before_anything_is_written(sample, tmp_path):
@@ -749,9 +779,10 @@ def test_memory_is_bounded_whatever_the_size(tmp_path):
     ],
 )
 def test_a_wrong_word_is_named(word, text):
-    result = tool(word, "7B")
-    assert result.returncode == USAGE and result.stdout == ""
-    assert result.stderr.startswith(f"hybridopt: {text}")
+    for arguments in ([word, "7B"], ["help", word], ["--help", word]):
+        result = tool(*arguments)
+        assert result.returncode == USAGE and result.stdout == ""
+        assert result.stderr.startswith(f"hybridopt: {text}")
 
 
 @pytest.mark.parametrize(
@@ -807,6 +838,8 @@ def test_help_fits_into_100_columns():
         text = succeed(command, "--help")
         assert [line for line in text.splitlines() if len(line) > 100] == []
     assert "--host-memory SIZE" in succeed("plan", "--help")
+    for command in ("doctor", "bench", "plan"):
+        assert succeed(command, "--help").rstrip().endswith("A SIZE is a whole number of bytes, as 8GiB or 2GB.")
 
 
 def test_info_tells_of_the_library_and_the_machine():

@@ -525,10 +525,9 @@ def test_a_file_that_doctor_did_not_print(changes, text, tmp_path):
 
 def test_a_machine_file_that_is_none(tmp_path):
     way_out = "; on that machine, 'hybridopt doctor --json > FILE' makes a new one"
-    for name, wrong in {"none": "could not open '{}': No such file", ".": "could not read '{}': Is a directory"}.items():
-        path = tmp_path / name
-        refuse(FAILED, "--machine: " + wrong.format(path), "plan", "7B", "--machine", path)
-        refuse(FAILED, way_out, "plan", "7B", "--machine", path)
+    for name, why in {"none": "No such file or directory", ".": "Is a directory"}.items():
+        wrong = f"--machine '{tmp_path / name}' cannot be used: {why}; name a file that is there"
+        refuse(USAGE, wrong + way_out, "plan", "7B", "--machine", tmp_path / name)
     path = tmp_path / "machine.json"
     for content in (b"", b"ok    CPU  of doctor without --json", b"\xff\xfe"):
         path.write_bytes(content)

@@ -179,8 +179,8 @@ def test_what_cannot_be_recorded_is_refused(tmp_path):
     refuse(USAGE, "--params '1T' is 1000000000000 params, expected 1 to ", "trace", path, "--params", "1T")
     refuse(USAGE, "'gpt9' is no model", "trace", path, "--params", "gpt9")
     refuse(USAGE, "'/none.json' is not there, expected a config.json", "trace", path, "--params", "/none.json")
-    refuse(3, "could not open", "trace", path, "--read")
-    refuse(3, f"could not read '{tmp_path}': Is a directory (errno 21); a directory is there, expected a file", "trace", tmp_path, "--read")
+    for given, why in ((path, "No such file or directory"), (tmp_path, "Is a directory")):
+        refuse(USAGE, f"FILE '{given}' cannot be used: {why}; name a file that is there", "trace", given, "--read")
     missing = f"FILE '{tmp_path}/missing/step.json': its folder '{tmp_path}/missing' cannot be used: No such file or directory"
     refuse(USAGE, missing + "; make it first", "trace", tmp_path / "missing" / "step.json", *SMALL)
     refuse(USAGE, f"FILE is '{path}/', expected the name of a file to make", "trace", f"{path}/")

@@ -1045,7 +1045,7 @@ def test_a_resumed_run_does_not_round_decoupled_gradients(tmp_path, dtype):
     # new memory.
     del resumed.decoupled_grad
     again.add_param_group({"params": [("new", torch.nn.Parameter(torch.ones(3)))]})
-    again.offload()
+    again.offload(grads=True)
     assert again._engine.slots[0].grad_dtype == torch.float32
 
 
@@ -1300,15 +1300,23 @@ def test_wrong_uses_are_told(tmp_path):
     with pytest.raises(abi.HybridoptError, match="ring_bytes is 5, expected 4096 to"):
         with optimizer.trace(tmp_path / "step.json", ring_bytes=5):
             pass
-    missing = tmp_path / "missing" / "step.json"
-    with pytest.raises(
-        abi.HybridoptError, match="missing/step.json'.*No such file.*give trace.. another path"
-    ):
-        with optimizer.trace(missing):
-            pass
+    for path, wrong in {
+        tmp_path / "missing" / "step.json": "whose folder is not there; make it first",
+        tmp_path: "a directory, expected the name of a file",
+    }.items():
+        with pytest.raises(abi.InvalidArgumentError, match=f"^path is '{path}', {wrong}, or give trace.. another path$"):
+            with optimizer.trace(path):
+                pytest.fail("the block has run")
+    leaves = tmp_path / "leaves"
+    leaves.mkdir()
+    with pytest.raises(abi.HybridoptError, match="leaves/step.json'.*No such file.*give trace.. another path"):
+        with optimizer.trace(leaves / "step.json"):
+            leaves.rmdir()
     # An error of the block is not hidden by one of the trace, and neither ends the next trace.
+    leaves.mkdir()
     with pytest.raises(ZeroDivisionError):
-        with optimizer.trace(missing):
+        with optimizer.trace(leaves / "step.json"):
+            leaves.rmdir()
             1 / 0  # noqa: B018
     with optimizer.trace(tmp_path / "step.json"):
         with pytest.raises(abi.HybridoptError, match="leave its with statement first"):

@@ -25,8 +25,19 @@ class Trace:
         self._present = present
 
     def __enter__(self) -> Trace:
+        self._check_path()
         self._engine.handle.trace_start(self._ring_bytes)
         return self
+
+    def _check_path(self) -> None:
+        """Raises where no file can be made, before there is a recording to lose."""
+        if os.path.isdir(self.path):
+            wrong = "a directory, expected the name of a file"
+        elif not os.path.isdir(os.path.dirname(self.path) or os.curdir):
+            wrong = "whose folder is not there; make it first"
+        else:
+            return
+        raise abi.InvalidArgumentError(f"path is {shown(self.path)}, {wrong}, or give trace() another path")
 
     def __exit__(
         self,

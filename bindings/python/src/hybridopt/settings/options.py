@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import textwrap
 from collections.abc import Callable, Collection, Iterable
@@ -439,13 +440,21 @@ def refuse_in_group(index: int, group: dict[str, Any]) -> None:
 WAYS_OUT = {name: row.changed_by for name, row in ROWS.items()}
 
 
+def _hint(name: str) -> str:
+    """What a wrong name of an option probably means."""
+    if name == "device_fraction":
+        return "; device_fraction is the word of C and Rust: write offload_fraction, which is 1 - device_fraction"
+    nearest = difflib.get_close_matches(name, ROWS, 1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
 def checked(options: OffloadOptions, owner: str) -> OffloadOptions:
     """The options of an optimizer of that class, completed by the defaults. Refuses unknown options."""
     for name in options:
         if name not in ROWS:
             raise TypeError(
                 f"{owner}() got an unexpected keyword argument {name!r}, expected torch's or some of "
-                f"{', '.join(ROWS)}"
+                f"{', '.join(ROWS)}{_hint(name)}"
             )
     given = {**DEFAULT_OPTIONS, **options}
     values = cast(OffloadOptions, {name: row.check(name, given[name]) for name, row in ROWS.items()})

@@ -353,6 +353,7 @@ class ActivationStash:
             return program.choice
 
     def stats(self) -> StashStats:
+        """Counts and bytes since the stash was made, what is on the host now, and rates of the link."""
         self._transfers.end_abandoned()
         weights = self._weights
         return stats_of(self._handle.stats(), self._saved, weights.host_bytes(), weights.away_bytes())
