@@ -1045,7 +1045,7 @@ def test_a_resumed_run_does_not_round_decoupled_gradients(tmp_path, dtype):
     # new memory.
     del resumed.decoupled_grad
     again.add_param_group({"params": [("new", torch.nn.Parameter(torch.ones(3)))]})
-    again.offload(grads=True)
+    again.offload()
     assert again._engine.slots[0].grad_dtype == torch.float32
 
 

@@ -21,14 +21,9 @@ from .engine import Engine
 
 
 def check_movable(engine: Engine, wanted: dict[str, bool]) -> None:
-    """Raises if nothing is to be moved, or if the optimizer was made without room on the host for it."""
+    """Raises if the optimizer was made without room on the host for what is to be moved."""
     for name, want in wanted.items():
         check_switch(name, want)
-    if not any(wanted.values()):
-        raise ValueError(
-            "params, grads and states are all False, so that nothing moves; name what moves, as offload(params=True) and "
-            "reload(params=True) do, or write `with optimizer.offloaded():`"
-        )
     missing = [name for name, want in wanted.items() if want and not engine.movable & MOVABLE[name]]
     if missing:
         raise abi.InvalidStateError(
