@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import weakref
 
 import torch
 from torch import nn
@@ -95,7 +96,8 @@ def may_end_at(frame):
     the block around it."""
     if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with", "try:")):
         return False
-    while frame is not None and frame.f_code.co_name != "__del__":
+    destroying = (weakref.finalize.__call__.__code__, "__del__")
+    while frame is not None and frame.f_code not in destroying and frame.f_code.co_name not in destroying:
         frame = frame.f_back
     return frame is None
 
