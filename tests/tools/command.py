@@ -42,8 +42,9 @@ def ended_by(number, begun, *arguments):
     """The exit status of a tool that hangs in a write, and gets this signal when `begun` finds a path."""
     env = {**os.environ, "LD_PRELOAD": os.environ["HYBRIDOPT_FAULTY_FILES"], "HYBRIDOPT_TEST_FAULT": "hang"}
     process = subprocess.Popen([TOOL, *map(str, arguments)], env=env, stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 120
     while not glob.glob(str(begun)):
-        assert process.poll() is None
+        assert process.poll() is None and time.monotonic() < end, f"nothing is at {begun}"
         time.sleep(0.01)
     process.send_signal(number)
     return process.wait(timeout=120)

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 import hybridopt
 from hybridopt import abi
+from hybridopt.base.checks import kind_of
 from hybridopt.settings.options import DEFAULT_OPTIONS, ROWS
 from models import PAIRS, VALUES, bits, clone, perceptron, run, set_gradients, state_bits, told
 
@@ -901,7 +902,7 @@ def test_every_option_takes_a_value_or_tells_what_it_expects(option):
         if name in taken:
             one_param(**beside, **{option: value})
             continue
-        shown = {"movable": ".*", "overlap": f"a {type(value).__name__}"}.get(option, told(value))
+        shown = {"movable": ".*", "overlap": kind_of(value)}.get(option, told(value))
         with pytest.raises((ValueError, TypeError), match=f"{option}(=|: | is ){shown}.*, expected"):
             one_param(**beside, **{option: value})
 

@@ -992,7 +992,7 @@ def refusals(rank, world):
     cut = Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
     with pytest.raises(ValueError, match="ShardedMuon does not support track_changes=.*; leave it out"):
         hybridopt.ShardedMuon([("x", cut)], track_changes=True)
-    with pytest.raises(TypeError, match=r"overlap is a int, expected the torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"overlap is an int, expected the torch.nn.Module"):
         hybridopt.ShardedMuon([("x", cut)], overlap=3)
     other = Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
     named = [("x", cut), ("y", other)]

@@ -51,6 +51,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)"
 
 
+def kind_of(value: Any) -> str:
+    """The type of a value in an error: "an int", "a Tensor"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def check_switch(name: str, value: Any) -> None:
     """Refuses what is neither True nor False. Any text would count as True."""
     if not is_switch(value):

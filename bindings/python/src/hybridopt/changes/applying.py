@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ..base.checks import kind_of
 from ..params.tensors import local
 from .patch import WeightChange, WeightPatch
 
@@ -21,7 +22,7 @@ def apply_changes(model: nn.Module | Mapping[str, Tensor], patch: WeightPatch) -
     patch may be applied twice, and one that has more changes than needed fits too."""
     tensors = tensors_of(model)
     if not isinstance(patch, WeightPatch):
-        raise TypeError(f"patch is a {type(patch).__name__}, expected a WeightPatch; read a file by WeightPatch.from_file(path)")
+        raise TypeError(f"patch is {kind_of(patch)}, expected a WeightPatch; read a file by WeightPatch.from_file(path)")
     targets = {}
     for name, change in patch:
         targets[name] = target_of(tensors, name, change)
@@ -37,7 +38,7 @@ def tensors_of(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if isinstance(model, nn.Module):
         return dict(model.named_parameters(remove_duplicate=False))
     if not isinstance(model, Mapping):
-        raise TypeError(f"model is a {type(model).__name__}, expected a module, or a dict of tensors by name")
+        raise TypeError(f"model is {kind_of(model)}, expected a module, or a dict of tensors by name")
     return model
 
 

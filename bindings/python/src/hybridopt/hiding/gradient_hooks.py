@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from .. import abi
-from ..base.checks import check_switch
+from ..base.checks import check_switch, kind_of
 from ..base.modes import in_no_mode
 from ..base.owned_hooks import ParamHooks
 from ..engine.engine import Engine
@@ -127,7 +127,7 @@ class GradientHooks:
         check_micro_batches(micro_batches, accumulate)
         if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
             raise TypeError(
-                f"grad_scaler is a {type(grad_scaler).__name__}, expected the torch.amp.GradScaler "
+                f"grad_scaler is {kind_of(grad_scaler)}, expected the torch.amp.GradScaler "
                 "whose step() will step this optimizer"
             )
         self._optimizer = weakref.ref(optimizer)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import abi
 from ..base.callers import depth_of_caller
+from ..base.checks import kind_of
 from ..base.owned_hooks import ParamHooks
 from ..engine.engine import Engine
 from ..params.members import Member
@@ -74,7 +75,7 @@ class Overlap:
     def __init__(self, optimizer: Overlapped, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"overlap is a {type(model).__name__}, expected the torch.nn.Module whose params the "
+                f"overlap is {kind_of(model)}, expected the torch.nn.Module whose params the "
                 "optimizer has"
             )
         self._optimizer = weakref.ref(optimizer)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..base.checks import kind_of
 from ..optimizers.optimizer import OffloadOptimizer
 from ..settings.options import DEFAULT_OPTIONS
 
@@ -22,7 +23,7 @@ def unwrapped(optimizer: Any) -> OffloadOptimizer:
         inner = getattr(inner, "optimizer", None)
         if inner is None:
             raise TypeError(
-                f"the optimizer is a {type(optimizer).__name__}, expected one of hybridopt (AdamW, Adam, SGD, "
+                f"the optimizer is {kind_of(optimizer)}, expected one of hybridopt (AdamW, Adam, SGD, "
                 "Lion, Signum, Adagrad, Muon) or a wrapper around one"
             )
     return inner

@@ -27,6 +27,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .. import abi
+from ..base.checks import kind_of
 from .strides import is_dense
 
 # A half-open range of indices along one dimension.
@@ -76,7 +77,7 @@ def shard_of(param: Tensor, name: str) -> TensorShard | None:
         return _shard_of_dtensor(param, name) if isinstance(param, DTensor) else None
     if not isinstance(shard, TensorShard):
         raise TypeError(
-            f"param {name}: {SHARD_ATTRIBUTE} is a {type(shard).__name__}, expected a "
+            f"param {name}: {SHARD_ATTRIBUTE} is {kind_of(shard)}, expected a "
             "hybridopt.TensorShard"
         )
     return shard
