@@ -680,9 +680,9 @@ OFFLOAD_API int32_t offload_optimizer_plan(offload_optimizer_t optimizer, offloa
  * last checkpoint loads into a new one. A step behind a save waits until the save has read all
  * state. Saves, loads, read_state and write_state work on all state, offload_optimizer_state only
  * on that in memory. Only CPU threads update a chunk with state on disk, in a step, and begin with
- * these; host_executors, stream_ring_bytes and early_update_bytes are about the others. Refused with
- * UNSUPPORTED beside it: OFFLOAD_EXECUTORS_STREAMED, save_buffer_bytes (UINT64_MAX means 0 then),
- * and matrices of OFFLOAD_MUON on CUDA devices.
+ * these; host_executors, stream_ring_bytes and early_update_bytes are about the others. Refused
+ * with UNSUPPORTED beside it: OFFLOAD_EXECUTORS_STREAMED, save_buffer_bytes (UINT64_MAX means 0
+ * then), and matrices of OFFLOAD_MUON on CUDA devices.
  */
 OFFLOAD_API int32_t offload_optimizer_commit(offload_optimizer_t optimizer,
                                              offload_stream_t stream);

@@ -74,11 +74,6 @@ inline std::vector<HandleCall> ChangesCalls() {
   };
 }
 
-inline std::vector<HandleCall> WithChangesCalls(std::vector<HandleCall> calls) {
-  for (const HandleCall& call : ChangesCalls()) calls.push_back(call);
-  return calls;
-}
-
 // Every call about traces.
 inline std::vector<HandleCall> TraceCalls() {
   const auto as = [](void* handle) { return static_cast<offload_optimizer_t>(handle); };
@@ -87,6 +82,23 @@ inline std::vector<HandleCall> TraceCalls() {
       {"trace_stop",
        [=](void* h) { return offload_optimizer_trace_stop(as(h), nullptr, nullptr); }},
   };
+}
+
+// Every call that changes where state is.
+inline std::vector<HandleCall> FractionCalls() {
+  const auto as = [](void* handle) { return static_cast<offload_optimizer_t>(handle); };
+  return {
+      {"set_device_fraction",
+       [=](void* h) { return offload_optimizer_set_device_fraction(as(h), 0.5, nullptr); }},
+      {"set_fractions",
+       [=](void* h) { return offload_optimizer_set_fractions(as(h), 0.5, 0, nullptr); }},
+  };
+}
+
+inline std::vector<HandleCall> WithOtherCalls(std::vector<HandleCall> calls) {
+  for (const auto& others : {ChangesCalls(), TraceCalls(), FractionCalls()})
+    calls.insert(calls.end(), others.begin(), others.end());
+  return calls;
 }
 
 // Every call that takes an optimizer.
@@ -113,7 +125,7 @@ inline std::vector<HandleCall> OptimizerCalls() {
   accumulate.flags = OFFLOAD_MOVE_ACCUMULATE;
   drop.flags = OFFLOAD_MOVE_DROP;
   const auto as = [](void* handle) { return static_cast<offload_optimizer_t>(handle); };
-  return WithChangesCalls({
+  return WithOtherCalls({
       {"add_group", [=](void* h) { return offload_optimizer_add_group(as(h), &group, &id); }},
       {"set_group", [=](void* h) { return offload_optimizer_set_group(as(h), 0, &group); }},
       {"add_params", [=](void* h) { return offload_optimizer_add_params(as(h), nullptr, 0, &id); }},
@@ -145,10 +157,6 @@ inline std::vector<HandleCall> OptimizerCalls() {
        [=](void* h) { return offload_optimizer_refresh_masters(as(h), nullptr, nullptr); }},
       {"undo_early_updates",
        [=](void* h) { return offload_optimizer_undo_early_updates(as(h), nullptr); }},
-      {"set_device_fraction",
-       [=](void* h) { return offload_optimizer_set_device_fraction(as(h), 0.5, nullptr); }},
-      {"set_fractions",
-       [=](void* h) { return offload_optimizer_set_fractions(as(h), 0.5, 0, nullptr); }},
       {"state",
        [=](void* h) { return offload_optimizer_state(as(h), 0, OFFLOAD_STATE_MASTER, &view); }},
       {"read_state",

@@ -156,7 +156,7 @@ struct Tail {
   }
 };
 
-// Whether the params of a unit equal their rounded masters, of which none is NaN or, in bf16, a tie.
+// Whether the params of a unit equal their rounded masters, and none is NaN or, in bf16, a tie.
 template <int32_t kDtype>
 HWY_INLINE bool AreRounded(const uint16_t* param, const float* master) {
   const Float first = hn::LoadU(F32(), master), second = hn::LoadU(F32(), master + Lanes());
