@@ -153,6 +153,16 @@ def test_steps_of_muon_on_the_cpu_are_measured():
         assert all(row["seconds"] > 0 and row["cpu_seconds"] > 0 for row in result.values())
 
 
+def test_iterations_with_state_on_disk_are_measured(tmp_path):
+    written = tmp_path / "disk.json"
+    command = [sys.executable, BENCH / "disk.py", "--folder", tmp_path, "--disk-fraction", "0.5", "--saves", "--json", written]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads(written.read_text())["rows"]
+    assert len(rows) == 2 and all(value > 0 for row in rows for value in row)
+    assert [path.name for path in tmp_path.iterdir()] == ["disk.json"]
+
+
 def test_iterations_beside_saves_are_measured(tmp_path):
     written = tmp_path / "saves.json"
     command = [sys.executable, BENCH / "saves.py", "--folder", tmp_path, "--iterations", "1", "--json", written]
