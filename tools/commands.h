@@ -11,6 +11,8 @@
 
 namespace tool {
 
+// Begin an object with Json::object(): where [] makes an object of null and memory is out, the
+// destructor crashes (nlohmann 3.11.2).
 using Json = nlohmann::ordered_json;
 using hybridopt::Result;
 using hybridopt::Status;

@@ -29,8 +29,8 @@ struct Check {
 // The results of doctor so far.
 struct Findings {
   std::vector<Check> checks;
-  Json machine, device = nullptr;
-  Json measured;
+  Json machine = Json::object(), device = nullptr;
+  Json measured = Json::object();
 
   void Good(const char* name, const std::string& text) { checks.push_back({name, text, ""}); }
   void Mend(const char* name, const std::string& text, const std::string& mend) {

@@ -109,7 +109,7 @@ Json JsonOfRows(const double (&list)[hybridopt::kNsListMost][3]) {
 }
 
 Json JsonOf(const offload_group_t& group) {
-  Json object;
+  Json object = Json::object();
   if (group.algorithm != 0) object["algorithm"] = AlgorithmOf(group.algorithm)->name;
   for (const hybridopt::GroupField& field : hybridopt::kGroupFields) {
     if (!hybridopt::IsInEveryManifest(field) && field.IsZero(group)) continue;
