@@ -389,6 +389,22 @@ def test_trainings_of_several_ranks_leave_nothing(is_sharded):
     ranks.run(on_ranks, 2, is_sharded)
 
 
+def passes_without_a_step(rank, world):
+    for _ in range(30):
+        module = fully_shard(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)))
+        optimizer = hybridopt.ShardedMuon(hybridopt.muon_groups(module), threads=1)
+        optimizer.hook_gradients()
+        module(torch.ones(4, 256)).sum().backward()
+        del module, optimizer
+        gc.collect()
+        dist.barrier()
+
+
+def test_ranks_may_let_an_optimizer_go_while_gradients_are_on_their_way_home():
+    """gloo sent nothing more to the other rank, so that the barrier did not end."""
+    ranks.run(passes_without_a_step, 2)
+
+
 KEPT_TO_THE_END = """
 import sys
 import hybridopt, torch

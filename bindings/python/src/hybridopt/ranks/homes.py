@@ -15,7 +15,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ def with_homes(cuts: Sequence[CutMatrix], group: dist.ProcessGroup | None = None
 
 
 class Gathering:
-    """The parts of a matrix on their way to its home. All ranks of the mesh make and end it."""
+    """The parts of a matrix on their way to its home. All ranks of the mesh make and end it, or all let it go: then it
+    waits for the parts too, because gloo sends nothing more to a rank after a message that went before it had arrived."""
 
     def __init__(self, cut: CutMatrix, part: Tensor) -> None:
         own = dist.get_rank()
@@ -115,12 +117,14 @@ class Gathering:
             operations = [dist.P2POp(dist.irecv, each, rank, cut.group) for rank, each in self._parts.items() if rank != own]
         elif own in senders:
             operations = [dist.P2POp(dist.isend, self._sent, cut.home, cut.group)]
-        self._works = dist.batch_isend_irecv(operations) if operations else []
+        works = dist.batch_isend_irecv(operations) if operations else []
+        # It has what must live until then. A process that ends waits for nothing.
+        self._arrive = weakref.finalize(self, _await, works, [self._sent, *self._parts.values()])
+        self._arrive.atexit = False
 
     def end(self, whole: Tensor | None) -> None:
         """Waits for the parts, and puts them together in `whole`, which only the home has. None: nobody wants them."""
-        for work in self._works:
-            work.wait()
+        self._arrive()
         for tensor in (self._sent, *self._parts.values()):
             if tensor.is_cuda:  # it may have been made on the stream of a backward pass
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -129,6 +133,11 @@ class Gathering:
         for rank, each in self._parts.items():
             for there, here in self._cut.regions(rank):
                 whole[there].copy_(each[here])
+
+
+def _await(works: Iterable[dist.Work], _: Sequence[Tensor]) -> None:
+    for work in works:
+        work.wait()
 
 
 def gather(cut: CutMatrix, part: Tensor, whole: Tensor) -> None:
