@@ -118,7 +118,7 @@ class Gathering:
         elif own in senders:
             operations = [dist.P2POp(dist.isend, self._sent, cut.home, cut.group)]
         works = dist.batch_isend_irecv(operations) if operations else []
-        # It has what must live until then. A process that ends waits for nothing.
+        # It has what must live until then. A process that ends does not wait.
         self._arrive = weakref.finalize(self, _await, works, [self._sent, *self._parts.values()])
         self._arrive.atexit = False
 
