@@ -110,24 +110,21 @@ class Gathering:
         senders = [rank for rank in cut.runs if rank not in cut.copies and cut.has_part(rank)]
         self._cut = cut
         self._parts: dict[int, Tensor] = {}  # by rank, if this one is the home
-        self._sent = part.contiguous()
+        sent = part.contiguous()
         operations = []
         if own == cut.home:
             self._parts = {rank: part if rank == own else part.new_empty(_shape_at(cut, rank, part)) for rank in senders}
             operations = [dist.P2POp(dist.irecv, each, rank, cut.group) for rank, each in self._parts.items() if rank != own]
         elif own in senders:
-            operations = [dist.P2POp(dist.isend, self._sent, cut.home, cut.group)]
+            operations = [dist.P2POp(dist.isend, sent, cut.home, cut.group)]
         works = dist.batch_isend_irecv(operations) if operations else []
         # It has what must live until then. A process that ends does not wait.
-        self._arrive = weakref.finalize(self, _await, works, [self._sent, *self._parts.values()])
+        self._arrive = weakref.finalize(self, _await, works, [sent, *self._parts.values()])
         self._arrive.atexit = False
 
     def end(self, whole: Tensor | None) -> None:
         """Waits for the parts, and puts them together in `whole`, which only the home has. None: nobody wants them."""
         self._arrive()
-        for tensor in (self._sent, *self._parts.values()):
-            if tensor.is_cuda:  # it may have been made on the stream of a backward pass
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         if whole is None:
             return
         for rank, each in self._parts.items():
@@ -135,9 +132,12 @@ class Gathering:
                 whole[there].copy_(each[here])
 
 
-def _await(works: Iterable[dist.Work], _: Sequence[Tensor]) -> None:
+def _await(works: Iterable[dist.Work], tensors: Sequence[Tensor]) -> None:
     for work in works:
         work.wait()
+    for tensor in tensors:
+        if tensor.is_cuda:  # it may have been made on the stream of a backward pass
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def gather(cut: CutMatrix, part: Tensor, whole: Tensor) -> None:
