@@ -17,13 +17,10 @@ import json
 import pathlib
 import resource
 import shutil
-import time
-from collections.abc import Callable
-
-import torch
 
 import hybridopt
 from iteration import HYPERPARAMETERS, SMALL, add_model_options, batches, make_model, parse_with_model
+from weight_changes import seconds_of
 
 GB = 1e9
 
@@ -37,14 +34,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--saves", action="store_true", help="save behind each iteration")
     return parse_with_model(parser, world=1)
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
 
 
 def save(optimizer: hybridopt.AdamW, folder: pathlib.Path, number: int) -> float:

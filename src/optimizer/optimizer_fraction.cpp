@@ -79,8 +79,7 @@ Status Optimizer::TakeForResidence(const Arrangement& wanted, const offload_plan
   // Both rings, and the files of both, are there until the change has been made.
   const bool disk_changes =
       committed.shape.options.on_disk && !(wanted.residence == decided.residence);
-  const uint64_t ring_bytes =
-      disk_changes ? DiskMemory::SizesOf(committed.shape, wanted.chunks).ring_bytes() : 0;
+  const uint64_t ring_bytes = disk_changes ? plan.host_disk_bytes : 0;
   HYBRIDOPT_TRY(CheckHostRoom("device_fraction",
                               Growth(before[Tier::kHost], after[Tier::kHost]) + ring_bytes +
                                   SwapStates::Bytes(committed.shape, wanted.residence)));

@@ -100,9 +100,7 @@ offload_step_result_t StepOnce(LifecycleRig& rig, const StepInput& input, bool e
   rig.Wait();  // then the workers have begun at least
   const offload_ticket_t ticket = rig.Step(input);
   rig.Wait();
-  auto result = Make<offload_step_result_t>();
-  MUST(offload_optimizer_step_result(rig.optimizer(), ticket, &result));
-  return result;
+  return rig.ResultOf(ticket);
 }
 
 // State in memory streams through the device meanwhile, and is updated before the step.

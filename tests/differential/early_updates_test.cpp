@@ -86,9 +86,7 @@ void Backward(LifecycleRig& rig, const StepInput& input, Random& random) {
 
 offload_step_result_t ResultOf(LifecycleRig& rig, offload_ticket_t ticket) {
   rig.Wait(ticket);
-  auto result = Make<offload_step_result_t>();
-  MUST(offload_optimizer_step_result(rig.optimizer(), ticket, &result));
-  return result;
+  return rig.ResultOf(ticket);
 }
 
 uint64_t HostElements(const LifecycleRig& rig) { return rig.Plan().elements[OFFLOAD_TIER_HOST]; }

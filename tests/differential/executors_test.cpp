@@ -224,8 +224,7 @@ TEST(Executors, HeldGradientsGoUpWithTheState) {
   rig.Move(offload_optimizer_offload_grads);
   const offload_ticket_t ticket = rig.Step(solved.problem.steps[0]);
   rig.Wait();
-  auto result = Make<offload_step_result_t>();
-  MUST(offload_optimizer_step_result(rig.optimizer(), ticket, &result));
+  const offload_step_result_t result = rig.ResultOf(ticket);
   EXPECT_EQ(result.streamed_elements, Elements(solved.problem));
   EXPECT_EQ(rig.Difference(solved.trace[1]), "");
 }
@@ -281,9 +280,7 @@ offload_step_result_t StepKeeping(LifecycleRig& rig, const StepInput& input,
   if (!leave.params.empty()) rig.Move(offload_optimizer_offload_grads, leave);
   const offload_ticket_t ticket = rig.Step(input);
   rig.Wait();
-  auto result = Make<offload_step_result_t>();
-  MUST(offload_optimizer_step_result(rig.optimizer(), ticket, &result));
-  return result;
+  return rig.ResultOf(ticket);
 }
 
 // One chunk a param, and no more chunks than both executors take ahead of the verdict.

@@ -312,15 +312,19 @@ class LifecycleRig {
     return status == OFFLOAD_OK ? offload_optimizer_wait(optimizer_, ticket, -1) : status;
   }
   void Wait(offload_ticket_t ticket = 0) { MUST(offload_optimizer_wait(optimizer_, ticket, -1)); }
+  // What a step that has completed did.
+  offload_step_result_t ResultOf(offload_ticket_t ticket) const {
+    auto result = Make<offload_step_result_t>();
+    MUST(offload_optimizer_step_result(optimizer_, ticket, &result));
+    return result;
+  }
   // A step over new gradients, from its first call until its result is known.
   offload_step_result_t StepOnce(const StepInput& input) {
     NewGrads(input);
     BindAll();
     const offload_ticket_t ticket = Step(input);
     Wait();
-    auto result = Make<offload_step_result_t>();
-    MUST(offload_optimizer_step_result(optimizer_, ticket, &result));
-    return result;
+    return ResultOf(ticket);
   }
 
   offload_stats_t Stats() const {
@@ -360,8 +364,7 @@ class LifecycleRig {
 
   // Compares the result of a step with the model that has just made the same step.
   std::string ResultDifference(const Model& model, offload_ticket_t ticket = 0) const {
-    auto result = Make<offload_step_result_t>();
-    MUST(offload_optimizer_step_result(optimizer_, ticket, &result));
+    const offload_step_result_t result = ResultOf(ticket);
     const Verdict& verdict = model.verdict;
     char text[200] = "";
     if (result.skipped != verdict.skip || result.step != model.steps_applied ||
