@@ -222,11 +222,10 @@ Status DiskMemory::WriteArea(uint32_t record, uint32_t slot, const std::byte* fr
 }
 
 Status DiskMemory::Run(const Job& job, bool writes, Content content) {
-  const Record& record = records_[job.record];
-  std::byte* const area = MemoryOf(record.slot) + begins_[job.slot];
+  std::byte* const area = AreaOf(job.record, job.slot);
   if (writes) return WriteArea(job.record, job.slot, area);
   if (content == Content::kStored) return ReadArea(job.record, job.slot, area);
-  std::memset(area, 0, record.areas[job.slot].bytes);
+  std::memset(area, 0, records_[job.record].areas[job.slot].bytes);
   return {};
 }
 
@@ -234,7 +233,7 @@ Status DiskMemory::Run(const Job& job, bool writes, Content content) {
 
 void DiskMemory::Begin(FunctionRef<bool(uint32_t chunk)> wanted, Content content) {
   std::unique_lock lock(mutex_);
-  held_ = {};
+  EndWalks(lock);
   pass_.clear();
   for (uint32_t chunk = 0; chunk < record_of_chunk_.size(); ++chunk) {
     const uint32_t record = record_of_chunk_[chunk];
@@ -366,13 +365,17 @@ void DiskMemory::Loop() {
       if (!status.ok()) status = Failure(std::move(status), job.record);
       lock.lock();
     }
-    if (failure_.ok()) failure_ = std::move(status);
-    if (--records_[job.record].under_way == 0) Finish(job.record, writes);
+    if (walking_) {
+      FinishArea(job, writes, std::move(status));
+    } else {
+      if (failure_.ok()) failure_ = std::move(status);
+      if (--records_[job.record].under_way == 0) Finish(job.record, writes);
+    }
     changed_.notify_all();
   }
 }
 
-// --------------------------------------------------------------------------------- single areas --
+// ---------------------------------------------------------------------------------------- walks --
 
 const Fragment& DiskMemory::FragmentOf(uint32_t param, uint64_t element) const {
   const auto begin = chunks_->fragments.begin() + first_fragment_[param];
@@ -383,40 +386,89 @@ const Fragment& DiskMemory::FragmentOf(uint32_t param, uint64_t element) const {
   return *std::prev(behind);
 }
 
+void DiskMemory::BeginWalks(std::unique_lock<std::mutex>& lock) {
+  if (walking_) return;
+  GiveUpAhead(lock, 0);
+  walking_ = true;
+}
+
+void DiskMemory::EndWalks(std::unique_lock<std::mutex>& lock) {
+  if (!walking_) return;
+  changed_.wait(lock, [&] { return under_way_ == 0; });
+  walks_ = {};
+  walking_ = false;
+}
+
+void DiskMemory::AddArea(uint32_t record, uint32_t slot, bool writes) {
+  Area& area = records_[record].areas[slot];
+  if (area.bytes == 0) return;
+  area.under_way = true;
+  area.failed = false;
+  under_way_ += 1;
+  (writes ? writes_ : reads_).Add({record, slot});
+  changed_.notify_all();
+}
+
+// What could not be read may be what nobody needs.
+void DiskMemory::FinishArea(const Job& job, bool writes, Status status) {
+  Area& area = records_[job.record].areas[job.slot];
+  area.under_way = false;
+  under_way_ -= 1;
+  area.failed = !status.ok();
+  if (area.failed) (writes ? failure_ : walks_[job.slot].failure) = std::move(status);
+}
+
+void DiskMemory::WriteHeld(uint32_t slot) {
+  Walk& walk = walks_[slot];
+  if (walk.written) AddArea(walk.record, slot, true);
+  walk.written = false;
+}
+
+// Reads the areas of a slot up to this record, as far as the ring has room for them.
+void DiskMemory::ReadOn(uint32_t slot, uint32_t end) {
+  const auto has_room = [&](uint32_t record) {
+    return record < sizes_.slots || !records_[record - sizes_.slots].areas[slot].under_way;
+  };
+  for (uint32_t& next = walks_[slot].end; next < end && has_room(next); ++next)
+    AddArea(next, slot, false);
+}
+
 Status DiskMemory::Hold(uint32_t param, StateSlot slot, uint64_t element) {
   const uint32_t record = RecordOf(FragmentOf(param, element));
-  Held& held = held_[slot];
-  if (held.record == record) return {};
-  {
-    std::unique_lock lock(mutex_);
-    GiveUpAhead(lock, 0);
+  Walk& walk = walks_[slot];
+  if (walk.record == record) return {};
+  std::unique_lock lock(mutex_);
+  BeginWalks(lock);
+  WriteHeld(slot);
+  const uint32_t most = std::min(kWalkAreas, sizes_.slots);
+  const bool goes_on = walk.record != kNone && record > walk.record && record - walk.record <= most;
+  if (!goes_on || record >= walk.end) {
+    changed_.wait(lock, [&] { return under_way_ == 0; });
+    walk.end = record;
   }
-  HYBRIDOPT_TRY(WriteHeld(slot));
-  held.record = kNone;
-  if (Status status = ReadArea(record, slot, MemoryOf(0) + begins_[slot]); !status.ok())
-    return Failure(std::move(status), record);
-  held.record = record;
+  walk.record = kNone;
+  const uint32_t end = std::min(record + (goes_on ? most : 1), sizes_.records);
+  const Area& area = records_[record].areas[slot];
+  changed_.wait(lock, [&] {
+    if (failure_.ok()) ReadOn(slot, end);
+    return !failure_.ok() || (walk.end > record && !area.under_way);
+  });
+  if (!failure_.ok()) return failure_;
+  if (area.failed) return walk.failure;
+  walk.record = record;
   return {};
 }
 
 Status DiskMemory::Flush() {
-  for (uint32_t slot = 0; slot < kStateSlots; ++slot) HYBRIDOPT_TRY(WriteHeld(slot));
-  return {};
-}
-
-Status DiskMemory::WriteHeld(uint32_t slot) {
-  Held& held = held_[slot];
-  if (!held.written) return {};
-  held.written = false;
-  Status status = WriteArea(held.record, slot, MemoryOf(0) + begins_[slot]);
-  return status.ok() ? status : Failure(std::move(status), held.record);
+  std::unique_lock lock(mutex_);
+  for (uint32_t slot = 0; slot < kStateSlots; ++slot) WriteHeld(slot);
+  if (walking_) changed_.wait(lock, [&] { return under_way_ == 0; });
+  return failure_;
 }
 
 std::byte* DiskMemory::At(uint32_t param, StateSlot slot, uint64_t element) const {
   const Fragment& fragment = FragmentOf(param, element);
-  const uint32_t record = RecordOf(fragment);
-  const uint32_t ring_slot = held_[slot].record == record ? 0 : records_[record].slot;
-  return MemoryOf(ring_slot) + begins_[slot] + LeadBytes(slot) + fragment.state_offset[slot] +
+  return AreaOf(RecordOf(fragment), slot) + LeadBytes(slot) + fragment.state_offset[slot] +
          shape_.params[param].Bytes(slot, fragment.begin, element - fragment.begin);
 }
 

@@ -19,8 +19,10 @@
 // read what the next one needs first, if it goes through the same chunks: a step begins with a full
 // ring, which was read while the caller computed gradients.
 //
-// Hold brings a single area into memory, for code that reads or writes the state of one param
-// after the other: saves, loads, and calls that read and write state.
+// A walk goes through the areas of one array after the other, for code that reads or writes the
+// state of one param after the other: saves, loads, moves, and calls that read and write state.
+// Hold brings one area into memory. If that area follows the last one, threads read the next ones
+// ahead, and they write back what has been written, as in a pass.
 //
 // A hash of each area stays in memory. So a file that somebody else has cut off or changed is found
 // when the area is read next.
@@ -106,15 +108,18 @@ class DiskMemory {
   // threads read the first records of the pass again.
   Status End();
 
-  // ---- single areas ----
+  // ---- walks, one for each slot ----
 
   // The fragment that has this element of a param, which is on disk.
   const Fragment& FragmentOf(uint32_t param, uint64_t element) const;
   // Brings the area of an array in which this element is into memory; At finds it there until Hold
   // is called for another area of the same slot, or until a pass begins. No pass may be under way.
+  // If to read that area has failed, returns the failure, and another try reads it again. If a
+  // write of a walk has failed, returns that, as all later calls do.
   Status Hold(uint32_t param, StateSlot slot, uint64_t element);
-  // The held area of this slot has been written; Flush writes such areas to their files.
-  void Wrote(StateSlot slot) { held_[slot].written = true; }
+  // The held area of this slot has been written; it goes to its file when the next one is held, and
+  // has arrived there when Flush returns.
+  void Wrote(StateSlot slot) { walks_[slot].written = true; }
   Status Flush();
 
   // The address of an element whose chunk is in the ring.
@@ -128,10 +133,15 @@ class DiskMemory {
  private:
   static constexpr uint32_t kNone = UINT32_MAX;
   static constexpr uint32_t kThreads = 4;
+  // The areas that a walk has in memory, at most: those that all threads read, and as many that
+  // have been read.
+  static constexpr uint32_t kWalkAreas = 2 * kThreads;
 
   struct Area {
-    uint64_t bytes = 0;  // 0: the record has no such area
-    uint64_t hash = 0;   // of what was written last
+    uint64_t bytes = 0;      // 0: the record has no such area
+    uint64_t hash = 0;       // of what was written last
+    bool under_way = false;  // in a walk: it is being read or written
+    bool failed = false;     // in a walk: to read it has failed
   };
   struct Record {
     std::array<Area, kStateSlots> areas;
@@ -155,9 +165,11 @@ class DiskMemory {
     void Add(const Job& job) { jobs[added++ % jobs.size()] = job; }
     Job Take() { return jobs[taken++ % jobs.size()]; }
   };
-  struct Held {
-    uint32_t record = kNone;
-    bool written = false;
+  struct Walk {
+    uint32_t record = kNone;  // whose area is held
+    uint32_t end = 0;         // the areas before it have been read or are being read
+    bool written = false;     // the area that is held
+    Status failure;           // of an area that has failed
   };
 
   DiskMemory(Context& context, const StateShape& shape, const ChunkTable& chunks,
@@ -170,6 +182,10 @@ class DiskMemory {
     return ring_.data() + ring_slot * sizes_.record_bytes;
   }
   checkpoint::File& FileOf(uint32_t record) { return files_[record % files_.size()]; }
+  // In a walk every record has its place in the ring.
+  std::byte* AreaOf(uint32_t record, uint32_t slot) const {
+    return MemoryOf(walking_ ? record % sizes_.slots : records_[record].slot) + begins_[slot];
+  }
   uint64_t OffsetOf(uint32_t record) const { return record / files_.size() * sizes_.record_bytes; }
   uint32_t RecordOf(const Fragment& fragment) const {
     return record_of_fragment_[static_cast<size_t>(&fragment - chunks_->fragments.data())];
@@ -178,7 +194,6 @@ class DiskMemory {
   uint32_t InPass(uint32_t chunk) const;
   Status ReadArea(uint32_t record, uint32_t slot, std::byte* into);
   Status WriteArea(uint32_t record, uint32_t slot, const std::byte* from);
-  Status WriteHeld(uint32_t slot);
   Status Run(const Job& job, bool writes, Content content);
   Status Failure(Status cause, uint32_t record) const;
   // These with mutex_ held.
@@ -189,6 +204,12 @@ class DiskMemory {
   // Frees the slots of what was read after the last pass, but for the first `kept` records of
   // pass_.
   void GiveUpAhead(std::unique_lock<std::mutex>& lock, size_t kept);
+  void BeginWalks(std::unique_lock<std::mutex>& lock);
+  void EndWalks(std::unique_lock<std::mutex>& lock);
+  void AddArea(uint32_t record, uint32_t slot, bool writes);
+  void WriteHeld(uint32_t slot);
+  void ReadOn(uint32_t slot, uint32_t end);
+  void FinishArea(const Job& job, bool writes, Status status);
   // On a thread.
   void Loop();
 
@@ -204,14 +225,15 @@ class DiskMemory {
   std::vector<uint32_t> record_of_fragment_;  // per fragment
   std::vector<uint32_t> first_fragment_;      // per param: the first one on disk, and the last ones
   std::vector<uint32_t> end_fragment_;        // end
-  std::array<Held, kStateSlots> held_;
+  std::array<Walk, kStateSlots> walks_;
+  bool walking_ = false;  // changes only while no thread reads or writes
   DiskTotals& totals_;
 
   std::mutex mutex_;  // guards all below, and Record::slot
   std::condition_variable changed_;
   std::vector<SlotState> slots_;
   Queue reads_, writes_;
-  uint32_t under_way_ = 0;      // records that are being read or written
+  uint32_t under_way_ = 0;      // records that are being read or written, or areas, in a walk
   std::vector<uint32_t> pass_;  // records, in order
   size_t next_ = 0;             // of pass_, to be read
   bool has_ahead_ = false;      // records in the ring were read after the end of a pass

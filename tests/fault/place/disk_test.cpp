@@ -384,26 +384,72 @@ TEST(Disk, AFailureOfWhatIsReadAheadEndsTheNextStep) {
   }
 }
 
-// A save, and a read of state, find it too; so does the next step.
-TEST(Disk, ASaveThatFindsAChangedFileFailsAlone) {
+// Every read of a save fails once, also of what threads read ahead for it. Only the save fails: the
+// state is read again by whoever needs it next.
+TEST(Disk, ASaveWhoseReadFailsFailsAlone) {
   const Solved solved(SmallProblem());
-  const TemporaryDirectory directory;
-  FaultyFiles files;
-  LifecycleRig rig(solved.problem, SettingOf(OFFLOAD_DEVICE_HOST, &files, directory.path()));
-  (void)rig.StepOnce(solved.problem.steps[0]);
-  float value = 0;  // reading it ends what is read ahead, so that the next read is one of the save
-  MUST(offload_optimizer_read_state(rig.optimizer(), 0, OFFLOAD_STATE_EXP_AVG, 0, 1, &value));
-  files.Inject(Operation::kRead, 4, kChanged, false);
-  EXPECT_EQ(offload_optimizer_wait(rig.optimizer(), rig.Save(directory / "saved"), -1),
-            OFFLOAD_IO_FAILED);
-  EXPECT_TRUE(Contains(offload_last_error(), "their hashes differ")) << offload_last_error();
-  EXPECT_TRUE(directory.Names().empty());
-  files.Inject(Operation::kRead, 0, EIO, false);
-  EXPECT_EQ(offload_optimizer_read_state(rig.optimizer(), 0, OFFLOAD_STATE_EXP_AVG, 0, 1, &value),
-            OFFLOAD_IO_FAILED);
-  EXPECT_EQ(rig.Difference(solved.trace[1]), "");
-  (void)rig.StepOnce(solved.problem.steps[1]);
-  EXPECT_EQ(rig.Difference(solved.trace[2]), "");
+  for (const int error : {EIO, kChanged}) {
+    uint64_t failing = 0;
+    for (bool saved = false; !saved; ++failing) {
+      const TemporaryDirectory directory(Parent());
+      FaultyFiles files;
+      LifecycleRig rig(solved.problem, SettingOf(OFFLOAD_DEVICE_HOST, &files, directory.path()));
+      (void)rig.StepOnce(solved.problem.steps[0]);
+      float value =
+          0;  // reading it ends what is read ahead, so that the next read is one of the save
+      MUST(offload_optimizer_read_state(rig.optimizer(), 0, OFFLOAD_STATE_EXP_AVG, 0, 1, &value));
+      files.Inject(Operation::kRead, failing, error, false);
+      const int32_t status =
+          offload_optimizer_wait(rig.optimizer(), rig.Save(directory / "saved"), -1);
+      saved = files.failed() == 0;
+      EXPECT_EQ(status, saved ? OFFLOAD_OK : OFFLOAD_IO_FAILED) << failing;
+      if (!saved) {
+        EXPECT_TRUE(Contains(offload_last_error(), "is lost")) << offload_last_error();
+        EXPECT_TRUE(directory.Names().empty());
+      }
+      files.Heal();
+      EXPECT_EQ(rig.Difference(solved.trace[1]), "");
+      (void)rig.StepOnce(solved.problem.steps[1]);
+      EXPECT_EQ(rig.Difference(solved.trace[2]), "");
+      ASSERT_LT(failing, 1000u);
+    }
+    // The arrays of 10 chunks, of which 5 have masters; one was read before. The last save had none
+    // to fail.
+    EXPECT_EQ(failing - 1, 24u) << "error " << error;
+  }
+}
+
+// Every write of a load fails once.
+TEST(Disk, ALoadWhoseWriteFailsEndsTheOptimizerAndTheCheckpointLoadsAnew) {
+  const Solved solved(SmallProblem());
+  for (int32_t device : DevicesUnderTest()) {
+    const TemporaryDirectory directory(Parent());
+    const std::string path = directory / "saved";
+    {
+      LifecycleRig rig(solved.problem, SettingOf(device, nullptr, directory.path()));
+      (void)rig.StepOnce(solved.problem.steps[0]);
+      rig.Wait(rig.Save(path));
+    }
+    uint64_t failing = 0;
+    for (bool loaded = false; !loaded; ++failing) {
+      FaultyFiles files;
+      LifecycleRig rig(solved.problem, SettingOf(device, &files, directory.path()));
+      (void)rig.StepOnce(solved.problem.steps[0]);
+      files.Inject(Operation::kWrite, failing, EIO, false);
+      const int32_t status = rig.TryLoad(path);
+      loaded = files.failed() == 0;
+      EXPECT_EQ(status, loaded ? OFFLOAD_OK : OFFLOAD_IO_FAILED) << failing;
+      if (loaded) {
+        EXPECT_EQ(rig.Difference(solved.trace[1]), "");
+        break;
+      }
+      EXPECT_TRUE(Contains(offload_last_error(), "is lost")) << offload_last_error();
+      EXPECT_EQ(rig.TryStep(solved.problem.steps[1]), OFFLOAD_POISONED);
+      ASSERT_LT(failing, 1000u);
+    }
+    // The arrays of 10 chunks, of which 5 have masters; where params are in device memory, of 20.
+    EXPECT_EQ(failing, device == OFFLOAD_DEVICE_HOST ? 25u : 60u) << "device " << device;
+  }
 }
 
 }  // namespace
