@@ -25,13 +25,20 @@ Result<PinnedRoom> PinnedRoom::Take(Context& context, uint64_t bytes, const char
 }
 
 Result<PinnedRoom> PinnedRoom::TakeAnyway(Context& context, uint64_t bytes) {
-  PinnedRoom room;
   Result<PinnedRoom> reserved = Reserve(context, bytes, "");
-  if (reserved.ok()) room = std::move(reserved.value());
-  room.context_ = &context;
+  if (!reserved.ok()) return TakePageable(context, bytes);
+  PinnedRoom room = std::move(reserved.value());
   uint32_t units = 1;
   HYBRIDOPT_TRY(room.Add(bytes, &units, 1, true));
   room.Settle();
+  return room;
+}
+
+Result<PinnedRoom> PinnedRoom::TakePageable(Context& context, uint64_t bytes) {
+  PinnedRoom room;
+  room.context_ = &context;
+  uint32_t units = 1;
+  HYBRIDOPT_TRY(room.Add(bytes, &units, 1, true));
   return room;
 }
 

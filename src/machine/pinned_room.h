@@ -26,6 +26,8 @@ class PinnedRoom {
   // One piece. If the system does not pin it, or the cap does not allow it, the piece is pageable
   // memory, which only makes copies slower.
   static Result<PinnedRoom> TakeAnyway(Context& context, uint64_t bytes);
+  // One piece of pageable memory.
+  static Result<PinnedRoom> TakePageable(Context& context, uint64_t bytes);
 
   // For several pieces: reserves the bytes of all pieces. Then the caller calls Add for each piece,
   // and Settle.

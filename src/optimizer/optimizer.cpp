@@ -125,7 +125,8 @@ Result<offload_plan_t> Optimizer::Plan() const {
   Arrangement arrangement = Arrange(table_, shape, FractionsOf(options_));
   HYBRIDOPT_ASSIGN(offload_plan_t plan, FitRing(shape, arrangement));
   plan.fits = CheckStateMayStream(shape, arrangement).ok() &&
-                      DiskMemory::CheckRing(shape, arrangement.chunks).ok() && CheckRoom(plan).ok()
+                      DiskMemory::CheckRing(shape, arrangement.chunks).ok() &&
+                      CheckRoom(shape, plan).ok()
                   ? 1
                   : 0;
   return plan;
@@ -153,7 +154,7 @@ Result<StateShape> Optimizer::MakeShape() const {
   uint64_t bytes = Checkpoints::AutoBufferBytes(
       *context_, less(plan.host_available_bytes, context_->local_world() * plan.host_bytes));
   if (!context_->device().unified())
-    bytes = std::min(bytes, less(plan.pinned_bytes_left, PinnedBytesOf(plan)));
+    bytes = std::min(bytes, less(plan.pinned_bytes_left, PinnedBytesOf(shape, plan)));
   shape.options.save_buffer_bytes = bytes;
   return shape;
 }
@@ -174,14 +175,14 @@ Status Optimizer::CheckBesideDisk(double disk_fraction, const char* of) const {
   return {};
 }
 
-Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
+Status Optimizer::CheckRoom(const StateShape& shape, const offload_plan_t& plan) const {
   HYBRIDOPT_TRY(
       CheckDeviceRoom(*context_, "device_fraction", options_.device_fraction, plan.device_bytes));
   HYBRIDOPT_TRY(CheckHostRoom("the plan", plan.host_bytes));
   if (context_->device().unified()) return {};
-  return context_->CheckPinned(PinnedBytesOf(plan),
-                               "chunk_elements, staging_slots, movable, early_update_bytes or "
-                               "save_buffer_bytes");
+  return context_->CheckPinned(PinnedBytesOf(shape, plan),
+                               "chunk_elements, staging_slots, movable, early_update_bytes, "
+                               "save_buffer_bytes or disk_ring_bytes");
 }
 
 // Whether the device's ring leaves enough memory free. This is required only for a ring that the
@@ -202,7 +203,7 @@ Result<offload_plan_t> Optimizer::FitRing(const StateShape& shape, Arrangement& 
     arrangement.lanes.DropStreamRing();
     return PlanOf(*context_, table_, shape, arrangement);
   }
-  const uint64_t others_bytes = committed_ != nullptr ? 0 : PinnedBytesOf(plan);
+  const uint64_t others_bytes = committed_ != nullptr ? 0 : PinnedBytesOf(shape, plan);
   const uint64_t held_bytes = committed_ != nullptr ? committed_->pinned_state_bytes.load() : 0;
   const uint64_t left_bytes =
       plan.pinned_bytes_left - std::min(plan.pinned_bytes_left, others_bytes);
@@ -289,7 +290,7 @@ Status Optimizer::Commit(StreamHandle stream) {
   HYBRIDOPT_ASSIGN(const offload_plan_t plan, FitRing(shape, arrangement));
   HYBRIDOPT_TRY(CheckStateMayStream(shape, arrangement));
   HYBRIDOPT_TRY(DiskMemory::CheckRing(shape, arrangement.chunks));
-  HYBRIDOPT_TRY(CheckRoom(plan));
+  HYBRIDOPT_TRY(CheckRoom(shape, plan));
   HYBRIDOPT_TRY(CheckChunkCount(shape));
   HYBRIDOPT_ASSIGN(auto committed, Committed::Make(*context_, table_, comm_, options_,
                                                    std::move(shape), std::move(arrangement)));

@@ -93,7 +93,7 @@ class Optimizer {
 
  private:
   Status CheckBesideDisk(double disk_fraction, const char* of) const;
-  Status CheckRoom(const offload_plan_t& plan) const;
+  Status CheckRoom(const StateShape& shape, const offload_plan_t& plan) const;
   Result<StateShape> MakeShape() const;
   Result<offload_plan_t> FitRing(const StateShape& shape, Arrangement& arrangement) const;
   bool LeavesRoom(const StateShape& shape, const offload_plan_t& plan) const;

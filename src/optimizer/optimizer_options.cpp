@@ -191,12 +191,6 @@ Status CheckDisk(const offload_optimizer_options_t& options) {
 // What state on disk does not go together with.
 Status CheckBesideDisk(const offload_optimizer_options_t& options) {
   if (!IsOnDisk(options)) return {};
-  if (options.host_executors == OFFLOAD_EXECUTORS_STREAMED)
-    return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "options.disk_paths is '%.200s', but host_executors is "
-                         "OFFLOAD_EXECUTORS_STREAMED: only CPU threads update state on disk; use "
-                         "OFFLOAD_EXECUTORS_AUTO, or no state on disk",
-                         options.disk_paths);
   if (options.save_buffer_bytes != 0 && options.save_buffer_bytes != UINT64_MAX)
     return Status::Error(OFFLOAD_UNSUPPORTED,
                          "options.disk_paths is '%.200s', but save_buffer_bytes is %llu: with "
@@ -300,12 +294,6 @@ Status CheckNoCpuUpdates(const offload_optimizer_options_t& options, const Devic
                          "a step; leave it 0",
                          static_cast<unsigned long long>(options.early_update_bytes),
                          device.name());
-  if (IsOnDisk(options))
-    return Status::Error(OFFLOAD_UNSUPPORTED,
-                         "options.disk_paths is '%.200s', but the optimizer has matrices of "
-                         "OFFLOAD_MUON, which only %s updates, and only CPU threads update state "
-                         "on disk; leave it NULL",
-                         options.disk_paths, device.name());
   return {};
 }
 

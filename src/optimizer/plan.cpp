@@ -36,7 +36,8 @@ uint32_t MatrixStreams(const StateShape& shape, const Residence& residence) {
   for (uint32_t id = 0; id < shape.params.size(); ++id) {
     if (!shape.params[id].is_of_matrices()) continue;
     on_device = on_device || residence.range(id, Tier::kDevice).count > 0;
-    streams = streams || residence.range(id, Tier::kHost).count > 0;
+    streams = streams || residence.range(id, Tier::kHost).count > 0 ||
+              residence.range(id, Tier::kDisk).count > 0;
   }
   return shape.options.streams_state && on_device && streams ? 2 : 1;
 }
@@ -112,11 +113,12 @@ Arrangement Arrange(const ParamTable& table, const StateShape& shape,
 namespace {
 
 // The bytes on each NUMA node under the context's policy.
-NodeBytes PlannedNodeBytes(const Context& context, uint64_t state_bytes,
+NodeBytes PlannedNodeBytes(const Context& context, const StateShape& shape, uint64_t state_bytes,
                            const offload_plan_t& plan) {
   NodeBytes bytes;
   context.state_pages().AddPlanned(state_bytes, &bytes);
-  context.pinned_pages().AddPlanned(PinnedBytesOf(plan), &bytes);
+  const uint64_t pageable_bytes = shape.options.streams_disk() ? 0 : plan.host_disk_bytes;
+  context.pinned_pages().AddPlanned(PinnedBytesOf(shape, plan) + pageable_bytes, &bytes);
   return bytes;
 }
 
@@ -166,8 +168,7 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
   plan.params_up_bytes = arrangement.chunks.params_up_bytes;
   if (!device.unified()) plan.staging_bytes = Lanes::PinnedBytes(arrangement.lanes);
   plan.host_bytes += plan.staging_bytes;
-  SetNodeBytes(PlannedNodeBytes(context, state_bytes[Tier::kHost] + plan.host_disk_bytes, plan),
-               plan);
+  SetNodeBytes(PlannedNodeBytes(context, shape, state_bytes[Tier::kHost], plan), plan);
   if (device.unified()) return plan;
   plan.device_scratch_bytes = Lanes::DeviceScratchBytes(arrangement.lanes);
   plan.device_change_bytes = ChangeLog::DeviceWords(shape) * sizeof(uint64_t);

@@ -32,8 +32,9 @@ Arrangement Arrange(const ParamTable& table, const StateShape& shape,
                     const ByTier<double>& fractions);
 
 // Pinned memory that commit takes, without the state that is pinned for a ring.
-constexpr uint64_t PinnedBytesOf(const offload_plan_t& plan) {
-  return plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
+inline uint64_t PinnedBytesOf(const StateShape& shape, const offload_plan_t& plan) {
+  const uint64_t disk_bytes = shape.options.streams_disk() ? plan.host_disk_bytes : 0;
+  return disk_bytes + plan.staging_bytes + plan.host_params_bytes + plan.host_grads_bytes +
          plan.host_swap_bytes + plan.host_early_bytes + plan.host_save_bytes;
 }
 

@@ -146,7 +146,10 @@ Result<std::unique_ptr<DiskMemory>> DiskMemory::Create(Context& context, const S
                                                        DiskTotals& totals) {
   std::unique_ptr<DiskMemory> disk(new DiskMemory(context, shape, chunks, totals));
   HYBRIDOPT_TRY(disk->TakeFiles(paths));
-  HYBRIDOPT_ASSIGN(disk->ring_, Arena::Map(disk->sizes_.ring_bytes(), context.state_pages()));
+  const uint64_t ring_bytes = disk->sizes_.ring_bytes();
+  HYBRIDOPT_ASSIGN(disk->ring_, shape.options.streams_disk()
+                                    ? PinnedRoom::Take(context, ring_bytes, "disk_ring_bytes")
+                                    : PinnedRoom::TakePageable(context, ring_bytes));
   const uint32_t threads = std::min(kThreads, disk->sizes_.slots);
   disk->threads_.reserve(threads);  // so that an exception cannot lose a thread that runs
   if (threads > 0)

@@ -43,7 +43,7 @@
 #include "base/system.h"
 #include "checkpoint/file_io.h"
 #include "machine/context.h"
-#include "memory/arena.h"
+#include "machine/pinned_room.h"
 #include "state/chunk_table.h"
 
 namespace hybridopt {
@@ -128,7 +128,7 @@ class DiskMemory {
   // False if a file system takes no direct I/O, so that its state goes through the page cache.
   bool is_direct() const;
   // Adds the bytes of the ring on each NUMA node.
-  void AddNodeBytes(NodeBytes* sum) const { ring_.AddNodeBytes(0, ring_.bytes(), sum); }
+  void AddNodeBytes(NodeBytes* sum) const { ring_.AddNodeBytes(sum); }
 
  private:
   static constexpr uint32_t kNone = UINT32_MAX;
@@ -219,7 +219,7 @@ class DiskMemory {
   const Sizes sizes_;
   const AreaBegins begins_;
   std::vector<checkpoint::File> files_;
-  Arena ring_;
+  PinnedRoom ring_;  // pinned if the device copies state from it and to it
   std::vector<Record> records_;
   std::vector<uint32_t> record_of_chunk_;     // kNone: nothing of the chunk is on disk
   std::vector<uint32_t> record_of_fragment_;  // per fragment

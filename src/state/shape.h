@@ -65,6 +65,9 @@ struct ShapeOptions {
 
   // Whether all chunks are in host memory and nothing of them is staged, so that they are one.
   bool one_chunk() const { return unified && !on_disk; }
+  // Whether chunks with state on disk go through the device's ring: where CPU workers take no
+  // chunks.
+  bool streams_disk() const { return on_disk && streams_state && !cpu_updates; }
 };
 
 // The smallest ranges of a param that may be cut. Units are counted in the whole tensor: the first

@@ -51,15 +51,18 @@ LifecycleSetting SettingOf(uint64_t seed, int32_t device, const std::string& pat
   optimizer.chunk_elements = 1024 + 512 * random.Below(4);
   optimizer.staging_slots = 2 + static_cast<uint32_t>(random.Below(3));
   optimizer.host_executors = random.OneIn(2) ? OFFLOAD_EXECUTORS_AUTO : OFFLOAD_EXECUTORS_CPU;
+  if (device != OFFLOAD_DEVICE_HOST && random.OneIn(3))
+    optimizer.host_executors = OFFLOAD_EXECUTORS_STREAMED;
   optimizer.save_buffer_bytes = random.OneIn(2) ? 0 : UINT64_MAX;
   if (random.OneIn(3))
     optimizer.disk_ring_bytes = (2 + random.Below(4)) * RecordBytesMost(optimizer.chunk_elements);
   setting.movable = random.OneIn(2) ? kMoveAll : 0;
   if (device != OFFLOAD_DEVICE_HOST) {
-    if (optimizer.host_executors == OFFLOAD_EXECUTORS_AUTO && random.OneIn(2))
+    if (optimizer.host_executors != OFFLOAD_EXECUTORS_CPU && random.OneIn(2))
       optimizer.stream_ring_bytes =
           (2 + random.Below(4)) * (optimizer.chunk_elements * 16 + (64 << 10));
-    if (setting.movable != 0 && random.OneIn(2))
+    if (setting.movable != 0 && optimizer.host_executors != OFFLOAD_EXECUTORS_STREAMED &&
+        random.OneIn(2))
       optimizer.early_update_bytes = uint64_t{1} << (12 + random.Below(10));
   }
   for (int i = 0; i < 8; ++i)
@@ -106,7 +109,7 @@ offload_step_result_t StepOnce(LifecycleRig& rig, const StepInput& input, bool e
 // State in memory streams through the device meanwhile, and is updated before the step.
 TEST(Disk, StepsGiveTheSameBitsAndLeaveNoFile) {
   const uint64_t rounds = static_cast<uint64_t>(Scaled(60));
-  uint64_t on_disk = 0, streamed = 0, early = 0;
+  uint64_t on_disk = 0, streamed = 0, from_disk = 0, early = 0;
   for (uint64_t seed = 0; seed < rounds; ++seed) {
     for (int32_t device : DevicesUnderTest()) {
       const TemporaryDirectory directory(Parent(seed));
@@ -122,8 +125,13 @@ TEST(Disk, StepsGiveTheSameBitsAndLeaveNoFile) {
         const uint64_t chunked =
             rig.Plan().elements[OFFLOAD_TIER_HOST] + rig.Plan().elements[OFFLOAD_TIER_DISK];
         EXPECT_LE(result.cpu_elements + result.streamed_elements + result.early_elements, chunked);
-        EXPECT_LE(result.streamed_elements + result.early_elements,
-                  rig.Plan().elements[OFFLOAD_TIER_HOST]);
+        if (setting.optimizer.host_executors == OFFLOAD_EXECUTORS_STREAMED) {
+          EXPECT_EQ(result.cpu_elements, 0u);
+          from_disk += setting.optimizer.disk_fraction == 1 ? result.streamed_elements : 0;
+        } else {
+          EXPECT_LE(result.streamed_elements + result.early_elements,
+                    rig.Plan().elements[OFFLOAD_TIER_HOST]);
+        }
         // A look at state ends what is read ahead for the next step.
         if (seed % 2 == 1 && step + 1 < solved.problem.steps.size()) continue;
         ASSERT_EQ(rig.Difference(solved.trace[step + 1]), "")
@@ -136,6 +144,7 @@ TEST(Disk, StepsGiveTheSameBitsAndLeaveNoFile) {
   EXPECT_GT(on_disk, rounds * DevicesUnderTest().size() / 2);
   if (TestScale() < 1) return;  // few programs may have none of these
   EXPECT_GT(streamed, 0u);
+  EXPECT_GT(from_disk, 0u);
   EXPECT_GT(early, 0u);
 }
 

@@ -405,6 +405,17 @@ std::map<std::string, std::function<void(Setting&)>> VariationsOnCuda() {
          s.device_fraction = 0.4;
          s.track_changes = 1;
        }},
+      {"all on disk",
+       [](Setting& s) {
+         s.disk_fraction = 1;
+         s.disk_paths = "/tmp";
+       }},
+      {"half on disk",
+       [](Setting& s) {
+         s.device_fraction = 0.2;
+         s.disk_fraction = 0.5;
+         s.disk_paths = "/tmp";
+       }},
   };
 }
 
@@ -448,6 +459,11 @@ std::map<std::string, std::function<void(Setting&)>> Variations() {
          s.disk_fraction = 0.33;
          s.disk_paths = "/tmp";
          s.device_fraction = 0.2;
+       })},
+      {"sim, all on disk, streamed", sim([](Setting& s) {
+         s.disk_fraction = 1;
+         s.disk_paths = "/tmp";
+         s.host_executors = OFFLOAD_EXECUTORS_STREAMED;
        })},
       {"sim, changes", sim([](Setting& s) {
          s.device_fraction = 0.4;
@@ -747,15 +763,18 @@ Setting WithOtherBits(DeviceOfOtherBits** made = nullptr) {
 
 TEST(Muon, NoCpuThreadUpdatesWhereTheDeviceHasBitsOfItsOwn) {
   const std::vector<std::string> expected = BitsOf(Setting());
-  for (const double fraction : {0.0, 0.5, 1.0}) {
+  for (const auto& [device, disk] :
+       std::vector<std::pair<double, double>>{{0, 0}, {0.5, 0}, {1, 0}, {0, 1}, {0.25, 0.5}}) {
     Setting setting = WithOtherBits();
-    setting.device_fraction = fraction;
+    setting.device_fraction = device;
+    setting.disk_fraction = disk;
+    if (disk > 0) setting.disk_paths = "/tmp";
     Training training(setting);
     for (uint64_t number = 0; number < kSteps; ++number) {
       const offload_step_result_t result = training.Step(number);
       EXPECT_EQ(result.cpu_elements, 0u);
       if (number != kSkipped) {
-        EXPECT_EQ(result.streamed_elements > 0, fraction < 1);
+        EXPECT_EQ(result.streamed_elements > 0, device < 1);
       }
     }
     ExpectSame(training.Bits(), expected);
@@ -782,11 +801,6 @@ TEST(Muon, WhereOnlyTheDeviceUpdatesCpuThreadsAreRefused) {
   expect_refused(setting, OFFLOAD_INVALID_ARGUMENT,
                  {"options.early_update_bytes is 4096", "OFFLOAD_MUON", "leave it 0"});
   setting = WithOtherBits();
-  setting.disk_fraction = 0.5;
-  setting.disk_paths = "/tmp";
-  expect_refused(setting, OFFLOAD_UNSUPPORTED,
-                 {"options.disk_paths is '/tmp'", "OFFLOAD_MUON", "leave it NULL"});
-  setting = WithOtherBits();
   setting.stream_ring_bytes = 4096;
   expect_refused(setting, OFFLOAD_INVALID_ARGUMENT, {"options.stream_ring_bytes is 4096"});
   setting = WithOtherBits();
@@ -794,6 +808,9 @@ TEST(Muon, WhereOnlyTheDeviceUpdatesCpuThreadsAreRefused) {
   expect_refused(setting, OFFLOAD_INVALID_ARGUMENT,
                  {"only the device updates matrices of OFFLOAD_MUON", "pinned_bytes_max",
                   "raise device_fraction"});
+  setting.disk_fraction = 1;
+  setting.disk_paths = "/tmp";
+  expect_refused(setting, OFFLOAD_INVALID_ARGUMENT, {"pinned_bytes_max", "disk_ring_bytes"});
 }
 
 std::string NotesOf(const Training& training) {

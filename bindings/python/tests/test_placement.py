@@ -500,10 +500,6 @@ def test_reports_tell_what_is_on_disk(tmp_path):
             r"offload_fraction='auto' with disk_paths=\('.',\): .*; give offload_fraction a number",
         ),
         (
-            {"disk_paths": ".", "host_executors": "streamed"},
-            r"host_executors='streamed' with disk_paths=\('.',\): CPU threads update state on disk",
-        ),
-        (
             {"disk_fraction": 0.5, "disk_paths": ".", "save_buffer_bytes": 9},
             r"save_buffer_bytes=9 with disk_paths=\('.',\): a step waits .*; leave save_buffer_bytes out",
         ),

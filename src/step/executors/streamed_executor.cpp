@@ -69,13 +69,14 @@ void StreamedExecutor::Reset() {
 
 bool StreamedExecutor::TakeAhead() { return MayTake() && Take(); }
 
-// Takes the next chunk from the queue if the ring has room for it. Chunks on disk are the last ones
-// that the queue offers, because it has been told that the CPU is preferred for them.
+// Takes the next chunk from the queue if its state is there and the ring has room for it. Where CPU
+// workers take chunks on disk, these are the last ones that the queue offers, because it has been
+// told that the CPU is preferred for them.
 bool StreamedExecutor::Take() {
   std::optional<uint64_t> position;
   const std::optional<uint32_t> chunk = queue_.TakeIf(Executor::kStreamed, [&](uint32_t next) {
     const Chunk& offered = plan_.chunks().chunks[next];
-    if (offered.on_disk) return false;
+    if (offered.on_disk && !StateIsInMemory(next)) return false;
     position = room_.Take(offered.stream_bytes());
     return position.has_value();
   });
@@ -84,6 +85,12 @@ bool StreamedExecutor::Take() {
   positions_[SlotOf(taken_)] = *position;
   taken_ += 1;
   return true;
+}
+
+// Of a chunk on disk. What the disk has failed to read is not there; AwaitDisk returns the failure.
+bool StreamedExecutor::StateIsInMemory(uint32_t chunk) const {
+  DiskMemory& disk = *memory_.disk();
+  return shape_.options.streams_disk() && disk.IsReady(chunk) && disk.Await(chunk).ok();
 }
 
 Status StreamedExecutor::CopyAhead() {
@@ -102,7 +109,7 @@ Status StreamedExecutor::AwaitCopiedAhead() {
 // ----------------------------------------------------------------------------- on the thread --
 
 Status StreamedExecutor::Begin(const HostStep& step) {
-  if (taken_ == 0) return {};
+  if (taken_ == 0 && !(on() && shape_.options.streams_disk())) return {};
   HYBRIDOPT_TRY(device_.Record(lanes_.verdict_set, lanes_.compute));
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.state_update, lanes_.verdict_set));
   step_ = &step;
@@ -136,7 +143,10 @@ void StreamedExecutor::Do() {
 }
 
 Status StreamedExecutor::UpdateChunks() {
-  for (uint32_t queued = 0; finished_ < taken_;) {
+  for (uint32_t queued = 0;;) {
+    if (finished_ == taken_) HYBRIDOPT_TRY(AwaitDisk());
+    while (MayTake() && Take()) HYBRIDOPT_TRY(QueueUp(taken_ - 1));
+    if (finished_ == taken_) return {};
     for (; queued < taken_; ++queued) {
       const uint32_t chunk = chunks_[SlotOf(queued)];
       if (step_->capture != nullptr)
@@ -149,9 +159,21 @@ Status StreamedExecutor::UpdateChunks() {
     finished_ += 1;
     room_.GiveBack(finished_ < taken_ ? std::optional(positions_[SlotOf(finished_)])
                                       : std::nullopt);
-    while (MayTake() && Take()) HYBRIDOPT_TRY(QueueUp(taken_ - 1));
   }
-  return {};
+}
+
+// Waits until the state of the next chunk is in memory, if the disk has it. Nothing that the disk
+// could wait for may be under way.
+Status StreamedExecutor::AwaitDisk() {
+  if (!shape_.options.streams_disk()) return {};
+  std::optional<uint32_t> next;
+  queue_.TakeIf(Executor::kStreamed, [&](uint32_t chunk) {
+    next = chunk;
+    return false;
+  });
+  if (!next.has_value()) return {};
+  const TraceRange range(lanes_.trace(), TraceRow::kDeviceRing, "await state from disk", *next);
+  return memory_.disk()->Await(*next);
 }
 
 Status StreamedExecutor::Finish(uint32_t number) {
@@ -169,6 +191,7 @@ Status StreamedExecutor::Finish(uint32_t number) {
   done_.streamed_update_seconds += update_seconds;
   done_.state_down_seconds += down_seconds;
   done_.streamed_elements += plan_.active_count(chunk);
+  if (DiskMemory* const disk = memory_.disk(); disk != nullptr) disk->Updated(chunk);
   return progress_.Finished(chunk);
 }
 
@@ -281,7 +304,7 @@ Status StreamedExecutor::CopyStates(uint32_t number, Direction direction) {
       const ParamShape& shaped = shape_.params[fragment.param];
       const bool travels = plan_.param(fragment.param).active && shaped.Keeps(fragment.tier, kind);
       std::byte* const fragment_host =
-          memory_.At(fragment.tier, fragment.param, kind, fragment.begin);
+          travels ? memory_.At(fragment.tier, fragment.param, kind, fragment.begin) : nullptr;
       const uint64_t padding = fragment.state_offset[kind] - offset - bytes;
       const bool goes_on = travels && bytes > 0 && padding < kArrayAlignmentBytes &&
                            host + bytes + padding == fragment_host;

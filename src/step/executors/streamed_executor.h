@@ -12,6 +12,10 @@
 // save still has to read a chunk, the chunk waits: neither its params nor its state are written
 // before.
 //
+// State on disk goes through the ring of the disk too (place/disk_memory.h), if no CPU worker takes
+// chunks. A chunk is taken when its state has been read; when its new state has come down, it is
+// written. While nothing else is under way, the executor waits for the disk.
+//
 // A side thread of the context takes chunks (chunk_queue.h) as the ring gets room. So the executor
 // and the CPU workers do not wait for each other.
 #pragma once
@@ -65,6 +69,8 @@ class StreamedExecutor final : private SideThreads::Work {
   Status UpdateChunks();
   bool MayTake() const { return taken_ - finished_ < chunks_.size(); }
   bool Take();
+  bool StateIsInMemory(uint32_t chunk) const;
+  Status AwaitDisk();
   Status QueueUp(uint32_t number);
   Status QueueUpdate(uint32_t number);
   Status QueueDown(uint32_t number);

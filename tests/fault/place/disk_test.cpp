@@ -173,22 +173,6 @@ TEST(Disk, WhatDoesNotGoTogetherIsRefusedWithTheWayOut) {
   }
 }
 
-TEST(Disk, WhatOnlyADeviceWithMemoryOfItsOwnHasIsRefusedToo) {
-  using Options = offload_optimizer_options_t;
-  ContextSetting setting;
-  setting.device_kind = OFFLOAD_DEVICE_SIM;
-  const TestContext context(setting);
-  Options options = OnDisk("/tmp");
-  options.host_executors = OFFLOAD_EXECUTORS_STREAMED;
-  offload_optimizer_t optimizer = nullptr;
-  EXPECT_EQ(offload_optimizer_create(context.handle(), &options, &optimizer), OFFLOAD_UNSUPPORTED);
-  EXPECT_TRUE(
-      Contains(offload_last_error(),
-               "host_executors is OFFLOAD_EXECUTORS_STREAMED: only CPU threads update state "
-               "on disk; use OFFLOAD_EXECUTORS_AUTO"))
-      << offload_last_error();
-}
-
 TEST(Disk, FractionsThatDoNotGoAreRefusedAndNothingHasChanged) {
   const TemporaryDirectory directory;
   FaultyFiles files;
@@ -291,43 +275,50 @@ void ExpectLost(LifecycleRig& rig, const StepInput& input, const std::string& di
 }
 
 // Every call of a step that reads or writes state fails once, in all ways in which disks fail.
-TEST(Disk, AFailedReadOrWriteEndsTheOptimizerAndTheLastCheckpointLoads) {
-  const Solved solved(SmallProblem());
-  for (int32_t device : DevicesUnderTest()) {
-    uint64_t lost = 0, healed = 0;
-    for (const Operation operation : {Operation::kRead, Operation::kWrite}) {
-      for (const int error : {EIO, ENOSPC, EINTR, kShort, kChanged}) {
-        if (error == kChanged && operation == Operation::kWrite) continue;
-        for (uint64_t call = 0; call < 24; call += 5) {
-          SCOPED_TRACE(std::string(OperationName(operation)) + " " + std::to_string(call) +
-                       ", error " + std::to_string(error));
-          const TemporaryDirectory directory(Parent());
-          FaultyFiles files;
-          LifecycleRig rig(solved.problem, SettingOf(device, &files, directory.path()));
-          (void)rig.StepOnce(solved.problem.steps[0]);
-          rig.Wait(rig.Save(directory / "saved"));
-          files.Inject(operation, call, error, false);
-          if (error == EINTR || error == kShort) {
-            (void)rig.StepOnce(solved.problem.steps[1]);
-            EXPECT_EQ(files.failed(), 1u);
-            EXPECT_EQ(rig.Difference(solved.trace[2]), "");
-            ++healed;
-            continue;
-          }
-          ExpectLost(
-              rig, solved.problem.steps[1], directory.path(),
-              error == kChanged ? "their hashes differ" : "(errno " + std::to_string(error) + ")");
+void ExpectFailuresOfStepsEndIt(const Solved& solved, int32_t device, int32_t executors) {
+  uint64_t lost = 0, healed = 0;
+  for (const Operation operation : {Operation::kRead, Operation::kWrite}) {
+    for (const int error : {EIO, ENOSPC, EINTR, kShort, kChanged}) {
+      if (error == kChanged && operation == Operation::kWrite) continue;
+      for (uint64_t call = 0; call < 24; call += 5) {
+        SCOPED_TRACE(std::string(OperationName(operation)) + " " + std::to_string(call) +
+                     ", error " + std::to_string(error));
+        const TemporaryDirectory directory(Parent());
+        FaultyFiles files;
+        LifecycleSetting setting = SettingOf(device, &files, directory.path());
+        setting.optimizer.host_executors = executors;
+        LifecycleRig rig(solved.problem, setting);
+        (void)rig.StepOnce(solved.problem.steps[0]);
+        rig.Wait(rig.Save(directory / "saved"));
+        files.Inject(operation, call, error, false);
+        if (error == EINTR || error == kShort) {
+          (void)rig.StepOnce(solved.problem.steps[1]);
           EXPECT_EQ(files.failed(), 1u);
-          LifecycleRig next(solved.problem, SettingOf(device, nullptr, directory.path()));
-          MUST(next.TryLoad(directory / "saved"));
-          EXPECT_EQ(next.Difference(solved.trace[1]), "");
-          ++lost;
+          EXPECT_EQ(rig.Difference(solved.trace[2]), "");
+          ++healed;
+          continue;
         }
+        ExpectLost(
+            rig, solved.problem.steps[1], directory.path(),
+            error == kChanged ? "their hashes differ" : "(errno " + std::to_string(error) + ")");
+        EXPECT_EQ(files.failed(), 1u);
+        LifecycleRig next(solved.problem, SettingOf(device, nullptr, directory.path()));
+        MUST(next.TryLoad(directory / "saved"));
+        EXPECT_EQ(next.Difference(solved.trace[1]), "");
+        ++lost;
       }
     }
-    EXPECT_EQ(lost, 25u);
-    EXPECT_EQ(healed, 20u);
   }
+  EXPECT_EQ(lost, 25u);
+  EXPECT_EQ(healed, 20u);
+}
+
+TEST(Disk, AFailedReadOrWriteEndsTheOptimizerAndTheLastCheckpointLoads) {
+  const Solved solved(SmallProblem());
+  for (int32_t device : DevicesUnderTest())
+    for (int32_t executors : {OFFLOAD_EXECUTORS_AUTO, OFFLOAD_EXECUTORS_STREAMED})
+      if (device != OFFLOAD_DEVICE_HOST || executors == OFFLOAD_EXECUTORS_AUTO)
+        ExpectFailuresOfStepsEndIt(solved, device, executors);
 }
 
 // This process's open file without a name in the directory.

@@ -47,12 +47,11 @@ def check(options: Mapping[str, Any]) -> None:
                 "disk_ring_bytes out"
             )
         return
-    for name, rest, instead in (
-        ("host_executors", ("auto", "cpu"), "CPU threads update state on disk; leave host_executors out"),
-        ("save_buffer_bytes", (0, AUTO), "a step waits until a save has read state on disk; leave save_buffer_bytes out"),
-    ):
-        if (value := options[name]) not in rest:
-            raise ValueError(f"{name}={shown(value)} with disk_paths={shown(paths)}: {instead}, or disk_paths")
+    if (save_buffer_bytes := options["save_buffer_bytes"]) not in (0, AUTO):
+        raise ValueError(
+            f"save_buffer_bytes={shown(save_buffer_bytes)} with disk_paths={shown(paths)}: a step waits until a save has "
+            "read state on disk; leave save_buffer_bytes out, or disk_paths"
+        )
 
 
 def check_fractions(offload_fraction: float | str, disk_fraction: float, paths: Any) -> None:
