@@ -329,15 +329,11 @@ def test_early_updates_on_a_gpu_that_there_cannot_be_are_told(options, algorithm
 
 
 def test_muon_on_a_gpu_leaves_no_update_to_the_cpu():
-    def executors(algorithm, chosen, disk_paths=()):
+    def executors(algorithm, chosen):
         wanted = Wanted([{"algorithm": abi.OFFLOAD_ADAMW}, {"algorithm": algorithm}], [])
-        options = {"host_executors": chosen, "disk_paths": disk_paths}
-        return making.host_executors_of(options, wanted, torch.device("cuda"))
+        return making.host_executors_of({"host_executors": chosen}, wanted, torch.device("cuda"))
 
     assert executors(abi.OFFLOAD_ADAMW, "auto") == "auto" and executors(abi.OFFLOAD_ADAMW, "cpu") == "cpu"
     assert executors(abi.OFFLOAD_MUON, "auto") == executors(abi.OFFLOAD_MUON, "streamed") == "streamed"
     with pytest.raises(ValueError, match="host_executors='cpu' with Muon on a GPU: only the GPU .*; set host_executors='auto'"):
         executors(abi.OFFLOAD_MUON, "cpu")
-    assert executors(abi.OFFLOAD_ADAMW, "auto", ("a",)) == "auto"
-    with pytest.raises(ValueError, match=r"disk_paths=\('a',\) with Muon on a GPU: .*; leave disk_paths out"):
-        executors(abi.OFFLOAD_MUON, "auto", ("a",))

@@ -101,6 +101,20 @@ def test_nothing_changes_a_bit(dtype, layout):
     assert trained(change=move, dtype=dtype, offload_fraction=0.5, **layout) == plain
 
 
+def test_state_on_disk_changes_no_bit(tmp_path):
+    plain = trained(offload_fraction=0.0)
+    for offloaded, on_disk in ((1.0, 1.0), (0.7, 0.4)):
+        for overlapped in (False, True):
+            for hooked in (False, True):
+                options = {"offload_fraction": offloaded, "disk_fraction": on_disk, "disk_paths": tmp_path}
+                assert trained(hooked, overlapped=overlapped, **options) == plain, (on_disk, overlapped, hooked)
+
+    def move(optimizer, step):
+        optimizer.set_offload_fraction(1.0, disk_fraction=(0.2, 1.0, 0.0, 0.7, 0.4, 0.9)[step])
+
+    assert trained(change=move, offload_fraction=1.0, disk_paths=tmp_path) == plain
+
+
 def test_phases_and_a_checkpoint_change_no_bit(tmp_path):
     plain = trained(offload_fraction=0.0)
     model, optimizer = made(offload_fraction=1.0, movable=("params", "grads", "states"))

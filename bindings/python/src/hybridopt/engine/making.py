@@ -77,11 +77,6 @@ def _only_device_updates(wanted: Wanted, device: torch.device) -> bool:
 def host_executors_of(options: OffloadOptions, wanted: Wanted, device: torch.device) -> str:
     """Who updates the host share. CPU threads would give matrices of Muon other bits than a GPU."""
     chosen = options["host_executors"]
-    if options["disk_paths"] and _only_device_updates(wanted, device):
-        raise ValueError(
-            f"disk_paths={options['disk_paths']} with Muon on a GPU: only the GPU updates its matrices, and only CPU "
-            "threads update state on disk; leave disk_paths out"
-        )
     if device.type == "cpu" and chosen == "streamed":
         raise ValueError(
             "host_executors='streamed' with parameters on the CPU: state streams through a GPU; set "
