@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <filesystem>
 #include <string>
 #include <thread>
 #include <vector>
@@ -40,6 +41,11 @@ LifecycleSetting ProgramSetting(uint64_t seed, int32_t device_kind) {
   setting.optimizer.chunk_elements = 1024 + 1000 * random.Below(3);
   setting.optimizer.staging_slots = 2 + static_cast<uint32_t>(random.Below(3));
   DrawExecutors(setting.optimizer.chunk_elements, random, setting.optimizer);
+  if (random.OneIn(4)) {  // a file system in memory is faster; where there is none, this one
+    setting.optimizer.disk_fraction =
+        (1 - setting.optimizer.device_fraction) * (random.OneIn(2) ? 1 : random.Unit());
+    setting.optimizer.disk_paths = std::filesystem::is_directory("/dev/shm") ? "/dev/shm" : "/tmp";
+  }
   setting.slow_event = DrawSlowEvent(random);
   setting.track_changes = 1;
   if (random.OneIn(2) && setting.optimizer.host_executors != OFFLOAD_EXECUTORS_STREAMED)
@@ -63,6 +69,7 @@ class Program {
         problem_(ProgramProblem(seed)),
         seen_(problem_),
         model_(seen_),
+        may_use_disk_(!ProgramSetting(seed, device_kind).optimizer.disk_paths.empty()),
         rig_(problem_, ProgramSetting(seed, device_kind)),
         params_(problem_.params.size()),
         groups_(problem_.groups),
@@ -388,7 +395,9 @@ class Program {
 
   // States change their tier, wherever everything is; the model is not told.
   void ChangeFraction() {
-    rig_.SetDeviceFraction(random_.OneIn(4) ? 0 : random_.OneIn(3) ? 1 : random_.Unit());
+    const double device = random_.OneIn(4) ? 0 : random_.OneIn(3) ? 1 : random_.Unit();
+    if (!may_use_disk_) return void(rig_.SetDeviceFraction(device));
+    rig_.SetFractions(device, (1 - device) * (random_.OneIn(3) ? 0 : random_.Unit()));
     if (random_.OneIn(4)) CollectGarbage();
   }
 
@@ -538,6 +547,7 @@ class Program {
   Problem seen_;  // by the model: gradients that are sums are fp32 there
   Model model_;
   std::vector<std::unique_ptr<Kernel>> kernels_;  // outlive the streams
+  const bool may_use_disk_;
   LifecycleRig rig_;
   std::vector<ParamState> params_;
   std::vector<offload_group_t> groups_;
