@@ -1,9 +1,9 @@
-//! The comm table: three closures by which the ranks of one model exchange numbers.
+//! The comm table: closures by which the ranks of one model exchange numbers, and parts of matrices.
 
 use std::ffi::c_void;
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use hybridopt_sys as sys;
@@ -22,11 +22,33 @@ pub enum CommError {
 type Sum<'a> = Box<dyn FnMut(&mut [f64], Duration) -> Result<(), CommError> + Send + 'a>;
 type Max<'a> = Box<dyn FnMut(&mut [i32], Duration) -> Result<(), CommError> + Send + 'a>;
 type Barrier<'a> = Box<dyn FnMut(Duration) -> Result<(), CommError> + Send + 'a>;
+type Exchange<'a> =
+    Box<dyn FnMut(&mut [Message<'_>], Duration) -> Result<(), CommError> + Send + 'a>;
+
+/// One message of an exchange, to or from another rank.
+#[derive(Debug)]
+pub enum Message<'m> {
+    /// Send these bytes to rank `to`.
+    Send {
+        /// The other rank.
+        to: i32,
+        /// At least one.
+        bytes: &'m [u8],
+    },
+    /// Write what rank `from` sends; it sends as many bytes.
+    Receive {
+        /// The other rank.
+        from: i32,
+        /// At least one.
+        bytes: &'m mut [u8],
+    },
+}
 
 struct Functions<'a> {
     sum: Sum<'a>,
     max: Max<'a>,
     barrier: Barrier<'a>,
+    exchange: Option<Exchange<'a>>,
 }
 
 /// A table of functions, over MPI, NCCL, sockets or threads. Threads of the library make the calls,
@@ -53,8 +75,12 @@ impl<'a> Comm<'a> {
         max: impl FnMut(&mut [i32], Duration) -> Result<(), CommError> + Send + 'a,
         barrier: impl FnMut(Duration) -> Result<(), CommError> + Send + 'a,
     ) -> Self {
-        let functions: Functions<'a> =
-            Functions { sum: Box::new(sum), max: Box::new(max), barrier: Box::new(barrier) };
+        let functions: Functions<'a> = Functions {
+            sum: Box::new(sum),
+            max: Box::new(max),
+            barrier: Box::new(barrier),
+            exchange: None,
+        };
         // SAFETY: only the lifetime changes, and `borrowed` holds the real one: the closures are
         // called by an optimizer that has this object, and dropped with it.
         let functions: Functions<'static> = unsafe { std::mem::transmute(functions) };
@@ -62,7 +88,31 @@ impl<'a> Comm<'a> {
         Comm { rank, world, functions, borrowed: PhantomData }
     }
 
-    /// Points to the closures of this object, which must outlive the optimizer.
+    /// Adds what an [`Exchange`](crate::Exchange) of matrices needs: a closure that sends and receives
+    /// all messages of the list at the same time (none may wait for another one of the list), and
+    /// returns when all have been sent and have arrived. Messages from one rank to another arrive in
+    /// the order in which they are sent. Only ranks that have messages call it, on the thread that
+    /// calls gather or scatter.
+    pub fn with_exchange(
+        self,
+        exchange: impl FnMut(&mut [Message<'_>], Duration) -> Result<(), CommError> + Send + 'a,
+    ) -> Self {
+        let exchange: Exchange<'a> = Box::new(exchange);
+        // SAFETY: as for the closures of `new`.
+        let exchange: Exchange<'static> = unsafe { std::mem::transmute(exchange) };
+        self.lock().exchange = Some(exchange);
+        self
+    }
+
+    pub(crate) fn rank(&self) -> i32 {
+        self.rank
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Functions<'static>> {
+        self.functions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Points to the closures of this object, which must outlive the optimizer or exchange.
     pub(crate) fn raw(&self) -> sys::offload_comm_t {
         sys::offload_comm_t {
             rank: self.rank,
@@ -71,6 +121,8 @@ impl<'a> Comm<'a> {
             sum: Some(call_sum),
             max: Some(call_max),
             barrier: Some(call_barrier),
+            exchange: self.lock().exchange.as_ref().map(|_| call_exchange as _),
+            exchange_on_host: 1,
             ..Default::default()
         }
     }
@@ -102,8 +154,54 @@ unsafe extern "C" fn call_barrier(user: *mut c_void, ns: i64) -> i32 {
     unsafe { call(user, |functions| (functions.barrier)(duration(ns))) }
 }
 
+unsafe extern "C" fn call_exchange(
+    user: *mut c_void,
+    messages: *const sys::offload_message_t,
+    count: u32,
+    _stream: sys::offload_stream_t,
+    ns: i64,
+) -> i32 {
+    // SAFETY: `messages` has `count` elements, and a message its bytes, during this call; for `user`
+    // see below.
+    let mut messages = unsafe { messages_of(messages, count) };
+    unsafe {
+        call(user, |functions| match &mut functions.exchange {
+            Some(exchange) => exchange(&mut messages, duration(ns)),
+            None => Err(CommError::Failed),
+        })
+    }
+}
+
 /// # Safety
-/// `user` is the table of a living optimizer.
+/// `raw` points to `count` messages whose memory is reached through this list alone during `'m`.
+unsafe fn messages_of<'m>(raw: *const sys::offload_message_t, count: u32) -> Vec<Message<'m>> {
+    let mut next = raw.cast::<u8>();
+    let mut messages = Vec::with_capacity(count as usize);
+    for _ in 0..count {
+        // SAFETY: the caller's promise; messages lie struct_size bytes apart.
+        let message = unsafe { &*next.cast::<sys::offload_message_t>() };
+        let (data, bytes) = (message.data.cast::<u8>(), message.bytes as usize);
+        // SAFETY: as above.
+        messages.push(unsafe {
+            match message.sends {
+                0 => Message::Receive {
+                    from: message.rank,
+                    bytes: std::slice::from_raw_parts_mut(data, bytes),
+                },
+                _ => Message::Send {
+                    to: message.rank,
+                    bytes: std::slice::from_raw_parts(data, bytes),
+                },
+            }
+        });
+        // SAFETY: the next one, or one behind the last.
+        next = unsafe { next.add(message.struct_size as usize) };
+    }
+    messages
+}
+
+/// # Safety
+/// `user` is the table of a living optimizer or exchange.
 unsafe fn call(
     user: *mut c_void,
     function: impl FnOnce(&mut Functions<'_>) -> Result<(), CommError>,

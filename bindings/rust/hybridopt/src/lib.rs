@@ -128,6 +128,7 @@ mod context;
 mod device;
 mod element;
 mod error;
+mod exchange;
 mod group;
 mod handle;
 mod keep;
@@ -148,11 +149,12 @@ pub use checkpoint::{
     inspect, newest, newest_verified, verify, CheckpointTensor, LoadOptions, SaveOptions,
     VerifyOptions,
 };
-pub use comm::{Comm, CommError};
+pub use comm::{Comm, CommError, Message};
 pub use context::{Context, ContextBuilder, DeviceKind, LogLevel, NumaPolicy};
 pub use device::{DeviceBuffer, Stream};
 pub use element::{Bf16, Dtype, Element, Fp16};
 pub use error::{Code, Error, Result};
+pub use exchange::{Elements, ElementsMut, Exchange, ExchangeBuilder, ExchangePlan};
 pub use group::Group;
 pub use handle::Ticket;
 pub use lifecycle::Move;

@@ -78,6 +78,14 @@ impl<'a> Memory<'a> {
         }
     }
 
+    /// The context on whose device it is.
+    pub(crate) fn device_context(&self) -> Option<&Context> {
+        match &self.owner {
+            Owner::Device(memory) => Some(memory.context),
+            _ => None,
+        }
+    }
+
     /// Whether this process can dereference the address.
     pub(crate) fn in_host_memory(&self) -> bool {
         matches!(self.owner, Owner::Borrowed | Owner::Vector { .. })

@@ -11,6 +11,7 @@ use crate::context::Context;
 use crate::device::{download, upload, Stream};
 use crate::element::Element;
 use crate::error::{check, Error, Result};
+use crate::exchange::{Elements, ElementsMut};
 use crate::group::Group;
 use crate::handle::{stats, step_result, Handle, Ticket};
 use crate::keep::Keep;
@@ -202,6 +203,16 @@ impl<'a> Optimizer<'a> {
         check_host::<T>(grad, &slot.name, "gradient")?;
         // SAFETY: as for `data_mut`.
         Ok(unsafe { grad.slice_mut() })
+    }
+
+    /// The elements of a param, wherever they are, for [`Exchange::scatter`](crate::Exchange::scatter).
+    pub fn elements(&self, id: ParamId) -> Result<Elements<'_>> {
+        Ok(Elements::of_memory(self.slot(id)?.data()?))
+    }
+
+    /// The gradient of a param, wherever it is, for [`Exchange::gather`](crate::Exchange::gather).
+    pub fn grad_elements_mut(&mut self, id: ParamId) -> Result<ElementsMut<'_>> {
+        Ok(ElementsMut::of_memory(self.slot(id)?.grad()?))
     }
 
     /// Copies a param's elements out, wherever they are.

@@ -92,7 +92,20 @@ impl Shard {
         self
     }
 
-    fn raw(&self) -> Result<sys::offload_shard_t> {
+    /// Elements of the whole tensor.
+    pub(crate) fn tensor_elements(&self) -> u64 {
+        product(&self.global_shape)
+    }
+
+    /// Elements of the shard.
+    pub(crate) fn elements(&self) -> u64 {
+        match self.range {
+            Some((_, count)) => count,
+            None => self.extents.chunks(self.global_shape.len().max(1)).map(product).sum(),
+        }
+    }
+
+    pub(crate) fn raw(&self) -> Result<sys::offload_shard_t> {
         if let Some(error) = &self.error {
             return Err(Error::invalid_argument(error.clone()));
         }
@@ -109,6 +122,11 @@ impl Shard {
             ..Default::default()
         })
     }
+}
+
+/// Of numbers that the library has checked.
+fn product(numbers: &[i64]) -> u64 {
+    numbers.iter().map(|&number| number as u64).product()
 }
 
 /// A param and its gradient, for `Registration::add_param`.

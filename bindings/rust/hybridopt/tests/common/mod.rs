@@ -1,8 +1,11 @@
 //! The training that tests/bindings/training_step.c does, and what it prints.
 #![allow(dead_code)] // each test uses some of it
 
+use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 use hybridopt::*;
 
@@ -147,4 +150,126 @@ pub fn assert_error<T>(result: Result<T>, code: Code, words: &[&str]) {
         assert!(error.message().contains(word), "'{word}' is not in: {error}");
     }
     assert_eq!(error.to_string(), format!("{}: {}", code.name(), error.message()));
+}
+
+/// The values of each rank in this round, and how many have read them.
+type Round = (Vec<Option<Vec<f64>>>, usize);
+
+/// What one rank has sent to another and the other has not received, in order.
+type Sent = HashMap<(i32, i32), VecDeque<Vec<u8>>>;
+
+/// Ranks that are threads: all write, then each adds up in rank order.
+pub struct Ranks {
+    world: usize,
+    round: Mutex<Round>,
+    changed: Condvar,
+    sent: Mutex<Sent>,
+    arrived: Condvar,
+}
+
+impl Ranks {
+    pub fn new(world: usize) -> Arc<Self> {
+        let round = Mutex::new((vec![None; world], 0));
+        Arc::new(Ranks {
+            world,
+            round,
+            changed: Condvar::new(),
+            sent: Mutex::default(),
+            arrived: Condvar::new(),
+        })
+    }
+
+    fn all(
+        &self,
+        rank: usize,
+        mine: Vec<f64>,
+        timeout: Duration,
+    ) -> Result<Vec<Vec<f64>>, CommError> {
+        let wait = |guard, until: fn(&mut Round) -> bool| {
+            let (guard, result) =
+                self.changed.wait_timeout_while(guard, timeout, |round| !until(round)).unwrap();
+            if result.timed_out() {
+                return Err(CommError::TimedOut);
+            }
+            Ok(guard)
+        };
+        // The round before has been read by all.
+        let mut round = wait(self.round.lock().unwrap(), |round| round.1 == 0)?;
+        round.0[rank] = Some(mine);
+        self.changed.notify_all();
+        let mut round = wait(round, |round| round.0.iter().all(Option::is_some))?;
+        let all = round.0.iter().map(|values| values.clone().unwrap()).collect();
+        round.1 += 1;
+        if round.1 == self.world {
+            *round = (vec![None; self.world], 0);
+            self.changed.notify_all();
+        } else {
+            let _round = wait(round, |round| round.1 == 0)?;
+        }
+        Ok(all)
+    }
+
+    pub fn comm(self: &Arc<Self>, rank: usize) -> Comm<'static> {
+        let (sum, max, barrier) = (self.clone(), self.clone(), self.clone());
+        Comm::new(
+            rank as i32,
+            self.world as i32,
+            move |values, timeout| {
+                let all = sum.all(rank, values.to_vec(), timeout)?;
+                values.fill(0.0);
+                for other in all {
+                    values.iter_mut().zip(other).for_each(|(value, other)| *value += other);
+                }
+                Ok(())
+            },
+            move |values, timeout| {
+                let mine = values.iter().map(|&value| f64::from(value)).collect();
+                for other in max.all(rank, mine, timeout)? {
+                    for (value, other) in values.iter_mut().zip(other) {
+                        *value = (*value).max(other as i32);
+                    }
+                }
+                Ok(())
+            },
+            move |timeout| barrier.all(rank, Vec::new(), timeout).map(drop),
+        )
+    }
+
+    pub fn comm_with_exchange(self: &Arc<Self>, rank: usize) -> Comm<'static> {
+        let ranks = self.clone();
+        self.comm(rank)
+            .with_exchange(move |messages, timeout| ranks.exchange(rank as i32, messages, timeout))
+    }
+
+    fn exchange(
+        &self,
+        rank: i32,
+        messages: &mut [Message<'_>],
+        timeout: Duration,
+    ) -> Result<(), CommError> {
+        let mut sent = self.sent.lock().unwrap();
+        for message in &*messages {
+            if let Message::Send { to, bytes } = message {
+                sent.entry((rank, *to)).or_default().push_back(bytes.to_vec());
+            }
+        }
+        self.arrived.notify_all();
+        for message in messages {
+            if let Message::Receive { from, bytes } = message {
+                let key = (*from, rank);
+                let (guard, result) = self
+                    .arrived
+                    .wait_timeout_while(sent, timeout, |sent| {
+                        sent.get(&key).map_or(true, VecDeque::is_empty)
+                    })
+                    .unwrap();
+                if result.timed_out() {
+                    return Err(CommError::TimedOut);
+                }
+                sent = guard;
+                bytes.copy_from_slice(&sent.get_mut(&key).unwrap().pop_front().unwrap());
+            }
+        }
+        Ok(())
+    }
 }
