@@ -177,7 +177,7 @@ Status Optimizer::CheckBesideDisk(double disk_fraction, const char* of) const {
 Status Optimizer::CheckRoom(const offload_plan_t& plan) const {
   HYBRIDOPT_TRY(
       CheckDeviceRoom(*context_, "device_fraction", options_.device_fraction, plan.device_bytes));
-  HYBRIDOPT_TRY(CheckHostRoom("the plan", plan.host_bytes));
+  HYBRIDOPT_TRY(CheckHostRoom("the plan", plan.host_bytes, plan.host_available_bytes));
   if (context_->device().unified()) return {};
   return context_->CheckPinned(PinnedBytesOf(plan),
                                "chunk_elements, staging_slots, movable, early_update_bytes or "

@@ -194,8 +194,7 @@ Status CheckDeviceRoom(const Context& context, const char* what, double device_f
                        MiB(memory.free_bytes));
 }
 
-Status CheckHostRoom(const char* what, uint64_t bytes) {
-  const uint64_t available = system::AvailableBytes();
+Status CheckHostRoom(const char* what, uint64_t bytes, uint64_t available) {
   if (bytes <= available) return {};
   return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
                        "%s needs %llu bytes (%.1f MiB) of host memory, but %llu (%.1f MiB) "

@@ -66,6 +66,21 @@ def test_plan_counts_every_element():
     assert odd["grads_down_bytes"] == 1004  # 502 elements of bf16 on the host, 501 on the device
 
 
+def peak_of_plan(*arguments):
+    """The most memory that a plan has taken, in bytes."""
+    process = subprocess.Popen([TOOL, "plan", *arguments], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_maxrss * 1024
+
+
+def test_a_plan_takes_little_memory():
+    # Params of 25 chunks, of 16 MiB each. To touch memory is what a plan takes its time for.
+    extra = peak_of_plan("70B", "--dtype", "fp32", *ENOUGH) - peak_of_plan("1000", "--dtype", "fp32", *ENOUGH)
+    assert extra <= 25 * (4 << 22) + (32 << 20)
+
+
 PRESET = ["plan", "14B", "--small-state", "--hook-gradients", "--activations", "50GiB", "--stash", "8GiB"]
 
 
