@@ -7,6 +7,7 @@
 #include <set>
 #include <utility>
 
+#include "base/size_text.h"
 #include "base/system.h"
 #include "optimizer/optimizer_options.h"
 #include "optimizer/step_totals.h"
@@ -319,9 +320,9 @@ Status Optimizer::Commit(StreamHandle stream) {
   stats_.device_bytes = plan.device_bytes;
   stats_.staging_bytes = plan.staging_bytes;
   char text[160];
-  std::snprintf(text, sizeof(text), "committed %u params: %.1f MiB on the host, %.1f MiB on %s",
-                plan.param_count, MiB(plan.host_bytes), MiB(plan.device_bytes),
-                context_->device().name());
+  std::snprintf(text, sizeof(text), "committed %u params: %s on the host, %s on %s",
+                plan.param_count, SizeText(plan.host_bytes).c_str(),
+                SizeText(plan.device_bytes).c_str(), context_->device().name());
   context_->Log(OFFLOAD_LOG_INFO, text);
   return {};
 }

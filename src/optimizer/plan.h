@@ -54,6 +54,4 @@ Status CheckHostRoom(const char* what, uint64_t bytes, uint64_t available);
 // The bytes of each param's state on a tier, without padding.
 std::vector<uint64_t> StateBytes(const StateShape& shape, const Residence& residence, Tier tier);
 
-double MiB(uint64_t bytes);
-
 }  // namespace hybridopt

@@ -172,10 +172,22 @@ def test_plan_of_no_size(option):
 
 
 def test_sizes_have_units():
-    sizes = {"2000": 2000, "2kB": 2000, "2KiB": 2048, "2GB": 2 * 10**9, "2 gib": 2 << 30, "2G": 2 * 10**9}
+    sizes = {"2000B": 2000, "1048576": 1 << 20, "2kB": 2000, "2KiB": 2048, "2GB": 2 * 10**9, "2 gib": 2 << 30, "2G": 2 * 10**9}
     for size, expected in sizes.items():
         told = json.loads(tool("plan", "1000", "--device-memory", size, "--json").stdout)
         assert told["device_available_bytes"] == expected
+    assert json.loads(succeed("plan", "1000", "--stash", "0", *ROOM, "--json"))["stash_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "option", ["--activations", "--early-updates", "--stash", "--host-memory", "--device-memory"]
+)
+def test_a_few_bytes_need_a_unit(option):
+    for size, text in (("80", "80 bytes"), ("1", "1 byte"), ("1048575", "1048575 bytes")):
+        misuse(
+            f"{option}: got '{size}', which is {text}; write a unit, as {size}GiB, or {size}B for so few",
+            "plan", "7B", option, size,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["adamx", "AdamW", "muon", ""])  # the state of Muon goes by the shapes of matrices
