@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "base/size_text.h"
+#include "memory/size_text.h"
 
 namespace tool {
 

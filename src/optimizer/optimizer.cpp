@@ -7,8 +7,8 @@
 #include <set>
 #include <utility>
 
-#include "base/size_text.h"
 #include "base/system.h"
+#include "memory/size_text.h"
 #include "optimizer/optimizer_options.h"
 #include "optimizer/step_totals.h"
 #include "state/group.h"

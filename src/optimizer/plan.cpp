@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "base/size_text.h"
 #include "base/system.h"
+#include "memory/size_text.h"
 #include "move/master_fill.h"
 #include "move/mover.h"
 #include "place/disk_memory.h"

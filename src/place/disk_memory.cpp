@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "base/check.h"
-#include "base/size_text.h"
 #include "checkpoint/format/hash.h"
+#include "memory/size_text.h"
 
 namespace hybridopt {
 namespace {

@@ -1,5 +1,5 @@
 // Sizes for people: the unit fits the number.
-#include "base/size_text.h"
+#include "memory/size_text.h"
 
 #include <gtest/gtest.h>
 

@@ -1,11 +1,15 @@
-#include "base/size_text.h"
+// Numbers of bytes as people read them.
+#pragma once
 
+#include <cstdint>
 #include <cstdio>
 #include <iterator>
+#include <string>
 
 namespace hybridopt {
 
-std::string SizeText(uint64_t bytes) {
+// "13.6 KiB"; below 1024 plain "17 B".
+inline std::string SizeText(uint64_t bytes) {
   if (bytes < 1024) return std::to_string(bytes) + " B";
   const char* const units[] = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   double size = static_cast<double>(bytes) / 1024;
@@ -17,7 +21,8 @@ std::string SizeText(uint64_t bytes) {
   return text;
 }
 
-std::string BytesText(uint64_t bytes) {
+// For errors, which also have the exact number: "13926 bytes (13.6 KiB)"; below 1024 "17 bytes".
+inline std::string BytesText(uint64_t bytes) {
   const std::string exact = std::to_string(bytes) + (bytes == 1 ? " byte" : " bytes");
   return bytes < 1024 ? exact : exact + " (" + SizeText(bytes) + ")";
 }
