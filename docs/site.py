@@ -14,6 +14,8 @@ LINK = re.compile(r"(?<=\]\()([^)\s#]+)((?:#[^)\s]*)?)(?=\))")
 NAME = re.compile(r"(?<![\[(`/\w])docs/(\w+\.md)(?![`\])\w])")  # a page that is named without a link
 FENCE = re.compile(r" *(`{3,})")
 ITEM = re.compile(r" *([-*]|\d+\.) ")
+CODE = re.compile(r"<pre.*?</pre>|<code>.*?</code>", re.DOTALL)
+OPTION = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
 PACKAGE = ROOT / "bindings/python/src/hybridopt"
 SUBMODULES = ("__version__", "abi", "integrations", "stash")
 RUSTDOC = os.environ.get("HYBRIDOPT_RUSTDOC")  # the folder that cargo doc has filled
@@ -103,10 +105,23 @@ def on_page_markdown(markdown, page, config, files):
         here = posixpath.dirname(page.file.src_uri)
         return posixpath.relpath(page_of(target), here or ".") + match[2]
 
+    if page.parent is None:
+        page.meta["hide"] = ["navigation"]  # a list of this one page
     if page.file.src_uri.startswith("source/"):
         return markdown
     to_root = posixpath.relpath(".", posixpath.dirname(path) or ".")
     return LINK.sub(link, as_mkdocs_reads_it(markdown, to_root))
+
+
+def on_page_content(html, page, config, files):
+    """Keeps an option of a command in one line: a browser breaks lines behind each hyphen."""
+
+    def mark(match):
+        if match[0].startswith("<pre"):
+            return match[0]
+        return OPTION.sub(r'<span class="option">\g<0></span>', match[0])
+
+    return CODE.sub(mark, html)
 
 
 def as_mkdocs_reads_it(text, to_root):

@@ -24,6 +24,7 @@ namespace {
 
 constexpr int kAnswerIsNo = 1;
 constexpr int kUsage = 2;
+constexpr uint64_t kBytesLeastWithoutUnit = uint64_t{1} << 20;
 constexpr bool kInAscii = true;  // for JSON: names may contain control sequences of a terminal
 
 // The exit code of a command that could not answer, or found damage.
@@ -90,7 +91,7 @@ CLI::Validator Expecting(const std::string& expected, const CLI::Validator& chec
       good = check(text).empty();
     } catch (const CLI::ValidationError&) {
     }
-    return good ? "" : "got '" + got + "', expected " + expected;
+    return good ? "" : "got " + Quoted(got) + ", expected " + expected;
   };
   return {run, ""};
 }
@@ -123,6 +124,17 @@ CLI::Validator CountTo(int most) {
   return Expecting("a whole number from 1 to " + std::to_string(most), CLI::Range(1, most));
 }
 
+// An error text about a few bytes without a unit: who gives 80 for a GPU means 80GiB. Else empty.
+std::string NoUnit(const std::string& given) {
+  char* end = nullptr;
+  const uint64_t bytes = std::strtoull(given.c_str(), &end, 10);
+  if (*end != '\0' || given.starts_with('-') || bytes == 0 || bytes >= kBytesLeastWithoutUnit)
+    return "";
+  const std::string number = std::to_string(bytes);
+  return "got " + Quoted(given) + ", which is " + Counted(bytes, "byte") + "; write a unit, as " +
+         number + "GiB, or " + number + "B for so few";
+}
+
 // Adds an option that is a number of bytes.
 CLI::Option* AddSize(CLI::App* command, const char* name, uint64_t& bytes, const char* text) {
   const CLI::AsSizeValue size(true);  // a kB has 1000 bytes
@@ -133,6 +145,7 @@ CLI::Option* AddSize(CLI::App* command, const char* name, uint64_t& bytes, const
   command->footer("A SIZE is a whole number of bytes, as 8GiB or 2GB.");
   return command->add_option(name, bytes, text)
       ->transform(Expecting("a whole number of bytes, as 8GiB or 2GB", {check, ""}))
+      ->transform({NoUnit, ""})  // CLI11 begins with the last one
       ->option_text("SIZE");
 }
 
@@ -351,7 +364,7 @@ void AddCheckpointCommands(CLI::App& app, Request& request) {
 std::string NoSuch(const char* what, const std::string& word,
                    const std::vector<std::string>& words) {
   const std::string nearest = NearestWord(word, words);
-  return "'" + hybridopt::Printable(word) + "': no such " + what +
+  return Quoted(word) + ": no such " + what +
          (nearest.empty() ? "" : "; did you mean '" + nearest + "'?");
 }
 
@@ -374,7 +387,7 @@ std::string UnknownCommand(const CLI::App& app, const std::string& word) {
 // An error text about a word that the command does not know.
 std::string UnknownWord(const CLI::App& command, const std::string& word) {
   if (word.empty() || word[0] != '-')
-    return "'" + hybridopt::Printable(word) + "' was not expected: no more words belong here";
+    return Quoted(word) + " was not expected: no more words belong here";
   std::vector<std::string> options;
   for (const CLI::Option* option : command.get_options())
     for (const std::string& name : option->get_lnames()) options.push_back("--" + name);

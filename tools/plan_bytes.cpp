@@ -6,18 +6,21 @@
 #include <utility>
 
 #include "kernels/formats/format.h"
+#include "state/chunk_table.h"
 #include "text.h"
 
 namespace tool {
 namespace {
 
 // The library can plan a real model only where its params are in memory. So the plan comes from two
-// small models: a share takes a constant number of bytes and a fixed number per element. Both
-// models are large enough to fill the rings, whose chunks have the size of those of a GPU.
+// small models: a share takes a constant number of bytes and a fixed number per element. The chunks
+// have the size of those of a GPU. In a model of kSmallElements the first chunk has the full size,
+// and the others become smaller towards the end of the step; from there on each chunk more has the
+// full size. The models are as small as they may be, because the simulated device touches every
+// page of their params: a machine may need more than a second for half a GiB.
 constexpr uint64_t kGpuChunkElements = uint64_t{1} << 22;
-constexpr uint64_t kSmallElements =
-    32 * kGpuChunkElements;  // enough that most chunks have the full size
-constexpr uint64_t kLargeElements = 2 * kSmallElements;
+constexpr uint64_t kSmallElements = hybridopt::kChunksAhead * kGpuChunkElements;
+constexpr uint64_t kLargeElements = kSmallElements + kGpuChunkElements;
 // The largest value of an option.
 constexpr uint64_t kSizeMaxBytes = uint64_t{1} << 50;
 // The memory of the simulated device; an eighth of it is enough for the ring. Only the params of a

@@ -55,17 +55,6 @@ void ShowLine(std::string line) {
 
 }  // namespace
 
-std::string SizeText(uint64_t bytes) {
-  if (bytes < 1024) return std::to_string(bytes) + " B";
-  const char* const units[] = {"KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
-  double size = static_cast<double>(bytes) / 1024;
-  size_t unit = 0;
-  for (; size >= 1024 && unit + 1 < std::size(units); ++unit) size /= 1024;
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.1f %s", size, units[unit]);
-  return text;
-}
-
 std::string LowerCase(std::string text) {
   for (char& letter : text)
     if (letter >= 'A' && letter <= 'Z') letter = static_cast<char>(letter - 'A' + 'a');
@@ -115,6 +104,14 @@ std::string NearestWord(const std::string& word, const std::vector<std::string>&
     nearest = candidate;
   }
   return nearest;
+}
+
+std::string Quoted(const std::string& word) {
+  constexpr size_t kLongBytes = 100;
+  constexpr size_t kShownBytes = 80;
+  if (word.size() <= kLongBytes) return "'" + hybridopt::Printable(word) + "'";
+  return "'" + hybridopt::Printable(word, kShownBytes) + "'... (" + std::to_string(word.size()) +
+         " bytes)";
 }
 
 std::string Counted(uint64_t count, const char* noun) {

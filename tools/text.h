@@ -1,4 +1,4 @@
-// Output for people: tables with aligned columns, sizes with units, a progress bar.
+// Output for people: tables with aligned columns, words in quotes, a progress bar.
 #pragma once
 
 #include <chrono>
@@ -7,10 +7,11 @@
 #include <string>
 #include <vector>
 
+#include "memory/size_text.h"
+
 namespace tool {
 
-// "13.6 KiB"; below 1024 plain "17 B".
-std::string SizeText(uint64_t bytes);
+using hybridopt::SizeText;
 
 // Changes only ASCII letters.
 std::string LowerCase(std::string text);
@@ -40,6 +41,10 @@ std::string NearestWord(const std::string& word, const std::vector<std::string>&
 
 // "0.62": at most three significant digits.
 std::string NumberText(double number);
+
+// A word of the command line in an error: "'plam'". What is printable of a long one is cut:
+// "'plammmm'... (3000 bytes)".
+std::string Quoted(const std::string& word);
 
 // "1 rank", "2 ranks".
 std::string Counted(uint64_t count, const char* noun);

@@ -81,9 +81,9 @@ std::string ReadText(const std::string& path) {
   return text;
 }
 
-// The number that follows the word `key` in a file; false if there is none.
-bool FindNumber(const std::string& path, const std::string& key, uint64_t* number) {
-  std::istringstream words(ReadText(path));
+// The number that follows the word `key` in a text; false if there is none.
+bool FindNumber(const std::string& text, const std::string& key, uint64_t* number) {
+  std::istringstream words(text);
   for (std::string word; words >> word;)
     if (word == key) return static_cast<bool>(words >> *number);
   return false;
@@ -129,9 +129,10 @@ uint64_t CgroupBytesLeft(const std::string& directory) {
     int64_t limit = 0, usage = 0;
     if (!ReadNumber(directory + version.limit, &limit)) continue;
     if (!ReadNumber(directory + version.usage, &usage)) continue;
+    const std::string stat = ReadText(directory + "/memory.stat");
     for (const char* list : {"active_file", "inactive_file"}) {
       uint64_t cache = 0;
-      if (FindNumber(directory + "/memory.stat", std::string(version.cache_prefix) + list, &cache))
+      if (FindNumber(stat, std::string(version.cache_prefix) + list, &cache))
         usage -= static_cast<int64_t>(cache);
     }
     return static_cast<uint64_t>(std::max<int64_t>(limit - std::max<int64_t>(usage, 0), 0));
@@ -196,11 +197,11 @@ MemoryNodes ReadMemoryNodes(const std::string& root) {
 
 // Bytes that can still be allocated on one node; UINT64_MAX if the system does not say.
 uint64_t NodeAvailableBytes(uint32_t node, const std::string& root) {
-  const std::string path = NodePath(node, root) + "/meminfo";  // "Node 0 MemFree:  123 kB"
+  const std::string text = ReadText(NodePath(node, root) + "/meminfo");  // "Node 0 MemFree: 1 kB"
   uint64_t sum = 0, kibibytes = 0;
-  if (!FindNumber(path, "MemFree:", &sum)) return UINT64_MAX;
+  if (!FindNumber(text, "MemFree:", &sum)) return UINT64_MAX;
   for (const char* cache : {"Active(file):", "Inactive(file):"})
-    if (FindNumber(path, cache, &kibibytes)) sum += kibibytes;
+    if (FindNumber(text, cache, &kibibytes)) sum += kibibytes;
   return sum * 1024;
 }
 
@@ -363,7 +364,8 @@ bool HugePagesAvailable() {
 
 uint64_t AvailableBytes(const std::string& root) {
   uint64_t bytes = UINT64_MAX, kibibytes = 0;
-  if (FindNumber(root + "/proc/meminfo", "MemAvailable:", &kibibytes)) bytes = kibibytes * 1024;
+  if (FindNumber(ReadText(root + "/proc/meminfo"), "MemAvailable:", &kibibytes))
+    bytes = kibibytes * 1024;
   ForEachCgroup(root, "memory", [&](const std::string& directory) {
     bytes = std::min(bytes, CgroupBytesLeft(directory));
   });

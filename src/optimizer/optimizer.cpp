@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/system.h"
+#include "memory/size_text.h"
 #include "optimizer/optimizer_options.h"
 #include "optimizer/step_totals.h"
 #include "state/group.h"
@@ -178,7 +179,7 @@ Status Optimizer::CheckBesideDisk(double disk_fraction, const char* of) const {
 Status Optimizer::CheckRoom(const StateShape& shape, const offload_plan_t& plan) const {
   HYBRIDOPT_TRY(
       CheckDeviceRoom(*context_, "device_fraction", options_.device_fraction, plan.device_bytes));
-  HYBRIDOPT_TRY(CheckHostRoom("the plan", plan.host_bytes));
+  HYBRIDOPT_TRY(CheckHostRoom("the plan", plan.host_bytes, plan.host_available_bytes));
   if (context_->device().unified()) return {};
   return context_->CheckPinned(PinnedBytesOf(shape, plan),
                                "chunk_elements, staging_slots, movable, early_update_bytes, "
@@ -320,9 +321,9 @@ Status Optimizer::Commit(StreamHandle stream) {
   stats_.device_bytes = plan.device_bytes;
   stats_.staging_bytes = plan.staging_bytes;
   char text[160];
-  std::snprintf(text, sizeof(text), "committed %u params: %.1f MiB on the host, %.1f MiB on %s",
-                plan.param_count, MiB(plan.host_bytes), MiB(plan.device_bytes),
-                context_->device().name());
+  std::snprintf(text, sizeof(text), "committed %u params: %s on the host, %s on %s",
+                plan.param_count, SizeText(plan.host_bytes).c_str(),
+                SizeText(plan.device_bytes).c_str(), context_->device().name());
   context_->Log(OFFLOAD_LOG_INFO, text);
   return {};
 }

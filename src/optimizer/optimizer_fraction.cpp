@@ -82,7 +82,8 @@ Status Optimizer::TakeForResidence(const Arrangement& wanted, const offload_plan
   const uint64_t ring_bytes = disk_changes ? plan.host_disk_bytes : 0;
   HYBRIDOPT_TRY(CheckHostRoom("device_fraction",
                               Growth(before[Tier::kHost], after[Tier::kHost]) + ring_bytes +
-                                  SwapStates::Bytes(committed.shape, wanted.residence)));
+                                  SwapStates::Bytes(committed.shape, wanted.residence),
+                              plan.host_available_bytes));
   if (disk_changes) {
     HYBRIDOPT_ASSIGN(request.disk, DiskMemory::Create(*context_, committed.shape, request.chunks,
                                                       DiskPaths(options_.disk_paths),

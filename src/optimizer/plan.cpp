@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/system.h"
+#include "memory/size_text.h"
 #include "move/master_fill.h"
 #include "move/mover.h"
 #include "place/disk_memory.h"
@@ -98,8 +99,6 @@ void AddStateBytes(const ParamTable& table, const StateShape& shape, const Resid
 
 }  // namespace
 
-double MiB(uint64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
-
 Arrangement Arrange(const ParamTable& table, const StateShape& shape,
                     const ByTier<double>& fractions) {
   Arrangement arrangement;
@@ -187,23 +186,18 @@ Status CheckDeviceRoom(const Context& context, const char* what, double device_f
   HYBRIDOPT_ASSIGN(const DeviceMemory memory, context.device().Memory());
   if (bytes <= memory.free_bytes) return {};
   return Status::Error(OFFLOAD_OUT_OF_DEVICE_MEMORY,
-                       "%s %g needs %llu bytes (%.1f MiB) of optimizer state on %s, "
-                       "but %llu (%.1f MiB) are free; lower device_fraction, or free device "
-                       "memory",
-                       what, device_fraction, static_cast<unsigned long long>(bytes), MiB(bytes),
-                       context.device().name(), static_cast<unsigned long long>(memory.free_bytes),
-                       MiB(memory.free_bytes));
+                       "%s %g needs %s of optimizer state on %s, but %s are free; lower "
+                       "device_fraction, or free device memory",
+                       what, device_fraction, BytesText(bytes).c_str(), context.device().name(),
+                       BytesText(memory.free_bytes).c_str());
 }
 
-Status CheckHostRoom(const char* what, uint64_t bytes) {
-  const uint64_t available = system::AvailableBytes();
+Status CheckHostRoom(const char* what, uint64_t bytes, uint64_t available) {
   if (bytes <= available) return {};
   return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY,
-                       "%s needs %llu bytes (%.1f MiB) of host memory, but %llu (%.1f MiB) "
-                       "are available to this process (cgroup limit counted); raise "
-                       "device_fraction, or free host memory",
-                       what, static_cast<unsigned long long>(bytes), MiB(bytes),
-                       static_cast<unsigned long long>(available), MiB(available));
+                       "%s needs %s of host memory, but %s are available to this process (cgroup "
+                       "limit counted); raise device_fraction, or free host memory",
+                       what, BytesText(bytes).c_str(), BytesText(available).c_str());
 }
 
 std::vector<uint64_t> StateBytes(const StateShape& shape, const Residence& residence, Tier tier) {

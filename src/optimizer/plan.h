@@ -46,14 +46,13 @@ Result<offload_plan_t> PlanOf(const Context& context, const ParamTable& table,
 void SetNodeBytes(const NodeBytes& bytes, offload_plan_t& plan);
 
 // OUT_OF_DEVICE_MEMORY or OUT_OF_HOST_MEMORY if these bytes are not free. The text starts with
-// `what`, which names the user of the memory.
+// `what`, which names the user of the memory. `available` is the plan's host_available_bytes: to
+// read it again would take a dozen files of the system.
 Status CheckDeviceRoom(const Context& context, const char* what, double device_fraction,
                        uint64_t bytes);
-Status CheckHostRoom(const char* what, uint64_t bytes);
+Status CheckHostRoom(const char* what, uint64_t bytes, uint64_t available);
 
 // The bytes of each param's state on a tier, without padding.
 std::vector<uint64_t> StateBytes(const StateShape& shape, const Residence& residence, Tier tier);
-
-double MiB(uint64_t bytes);
 
 }  // namespace hybridopt

@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "checkpoint/format/hash.h"
+#include "memory/size_text.h"
 
 namespace hybridopt {
 namespace {
@@ -168,11 +169,9 @@ Status DiskMemory::TakeFiles(const std::vector<std::string>& paths) {
     const Status status = made.ok() ? made.value().Allocate(bytes) : made.status();
     if (!status.ok())
       return Status::Error(OFFLOAD_IO_FAILED,
-                           "options.disk_paths names '%.300s', where %llu bytes (%.1f MiB) of "
-                           "state are to lie: %s; name directories with more room, or lower "
-                           "options.disk_fraction",
-                           paths[file].c_str(), static_cast<unsigned long long>(bytes),
-                           static_cast<double>(bytes) / (1 << 20), status.message().c_str());
+                           "options.disk_paths names '%.300s', where %s of state are to lie: %s; "
+                           "name directories with more room, or lower options.disk_fraction",
+                           paths[file].c_str(), BytesText(bytes).c_str(), status.message().c_str());
     files_.push_back(std::move(made.value()));
   }
   return {};

@@ -1,5 +1,5 @@
-"""scripts/docs builds the site; its links lead to pages and to places on them, and it needs no network.
-Usage: site_test.py SOURCE_DIR"""
+"""scripts/docs builds the site; its links lead to pages and to places on them, and it needs no network; options of
+commands stay in one line. Usage: site_test.py SOURCE_DIR"""
 
 import html.parser
 import subprocess
@@ -54,4 +54,6 @@ if __name__ == "__main__":
     missing = sorted(page for page in PAGES if not (site / f"{page}.html").exists())
     if missing or (sentences := sorted(set(broken(site)))):
         sys.exit("\n".join([*(missing or sentences), "FAILED: the site lacks pages, or links lead nowhere (above)"]))
+    if '<span class="option">--quick</span>' not in (site / "index.html").read_text():
+        sys.exit("FAILED: a browser may break the line behind the hyphens of scripts/demo_python --quick")
     print(f"{len(list(site.rglob('*.html')))} pages, and every link leads somewhere")

@@ -785,6 +785,15 @@ def test_a_wrong_word_is_named(word, text):
         assert result.stderr.startswith(f"hybridopt: {text}")
 
 
+def test_a_long_word_is_cut():
+    word, shown = "a" * 3000, "'" + "a" * 80 + "'... (3000 bytes)"
+    assert tool(word).stderr.startswith(f"hybridopt: {shown}: no such command\n")
+    misuse(f"{shown} was not expected: no more words belong here", "plan", "8B", word)
+    misuse(f"--dtype: got {shown}, expected fp32, bf16 or fp16", "plan", "8B", "--dtype", word)
+    misuse("'--" + "a" * 78 + "'... (3002 bytes): no such option", "info", f"--{word}=1")
+    assert "'" + "a" * 100 + "': no such command" in tool("a" * 100).stderr
+
+
 @pytest.mark.parametrize(
     "arguments, text",
     [

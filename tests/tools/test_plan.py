@@ -66,6 +66,21 @@ def test_plan_counts_every_element():
     assert odd["grads_down_bytes"] == 1004  # 502 elements of bf16 on the host, 501 on the device
 
 
+def peak_of_plan(*arguments):
+    """The most memory that a plan has taken, in bytes."""
+    process = subprocess.Popen([TOOL, "plan", *arguments], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_maxrss * 1024
+
+
+def test_a_plan_takes_little_memory():
+    # Params of 25 chunks, of 16 MiB each. To touch memory is what a plan takes its time for.
+    extra = peak_of_plan("70B", "--dtype", "fp32", *ENOUGH) - peak_of_plan("1000", "--dtype", "fp32", *ENOUGH)
+    assert extra <= 25 * (4 << 22) + (32 << 20)
+
+
 PRESET = ["plan", "14B", "--small-state", "--hook-gradients", "--activations", "50GiB", "--stash", "8GiB"]
 
 
@@ -157,10 +172,22 @@ def test_plan_of_no_size(option):
 
 
 def test_sizes_have_units():
-    sizes = {"2000": 2000, "2kB": 2000, "2KiB": 2048, "2GB": 2 * 10**9, "2 gib": 2 << 30, "2G": 2 * 10**9}
+    sizes = {"2000B": 2000, "1048576": 1 << 20, "2kB": 2000, "2KiB": 2048, "2GB": 2 * 10**9, "2 gib": 2 << 30, "2G": 2 * 10**9}
     for size, expected in sizes.items():
         told = json.loads(tool("plan", "1000", "--device-memory", size, "--json").stdout)
         assert told["device_available_bytes"] == expected
+    assert json.loads(succeed("plan", "1000", "--stash", "0", *ROOM, "--json"))["stash_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "option", ["--activations", "--early-updates", "--stash", "--host-memory", "--device-memory"]
+)
+def test_a_few_bytes_need_a_unit(option):
+    for size, text in (("80", "80 bytes"), ("1", "1 byte"), ("1048575", "1048575 bytes")):
+        misuse(
+            f"{option}: got '{size}', which is {text}; write a unit, as {size}GiB, or {size}B for so few",
+            "plan", "7B", option, size,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["adamx", "AdamW", "muon", ""])  # the state of Muon goes by the shapes of matrices

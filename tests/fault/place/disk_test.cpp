@@ -107,7 +107,7 @@ TEST(Disk, ADirectoryWithoutRoomIsRefusedWithTheBytes) {
       EXPECT_EQ(refused.status, OFFLOAD_IO_FAILED);
       const std::string text = offload_last_error();
       EXPECT_TRUE(Contains(text, "options.disk_paths names '" + directory.path() + "'")) << text;
-      EXPECT_TRUE(Contains(text, " bytes (0.5 MiB) of state")) << text;
+      EXPECT_TRUE(Contains(text, " KiB) of state")) << text;
       EXPECT_TRUE(Contains(text, "name directories with more room, or lower")) << text;
       files.Heal();
       EXPECT_EQ(offload_optimizer_commit(refused.optimizer, nullptr), OFFLOAD_OK)
