@@ -3,8 +3,7 @@
 //
 //   mpirun -n 4 09_zero1                       on four simulated devices; with fewer than four
 //                                              CPUs mpirun needs --oversubscribe
-//   mpirun -n 4 09_zero1 --gpu                 on four GPUs, with NCCL between them (compiled, not
-//                                              run yet)
+//   mpirun -n 4 09_zero1 --gpu                 on four GPUs, with NCCL between them
 //   mpirun -n 4 09_zero1 --steps 20 --save DIR   DIR must not exist yet, its parent must
 //   mpirun -n 2 09_zero1 --load DIR            goes on from there, on another number of ranks
 //
@@ -58,8 +57,8 @@ class Trainer {
       fail("got " + std::to_string(world_) + " ranks, expected 1, 2, 4 or 8");
     part_ = (kElements + kMicroBatches - 1) / kMicroBatches * kMicroBatches / world();
     MPI_Comm_dup(MPI_COMM_WORLD, &data_ranks_);
-    make_context(options.gpu);
-    work_ = options.gpu ? make_gpu_work(stream_, data_ranks_)
+    const int device = make_context(options.gpu);
+    work_ = options.gpu ? make_gpu_work(stream_, data_ranks_, device)
                         : make_sim_work(context_, stream_, data_ranks_);
     make_buffers();
     make_optimizer();
@@ -174,7 +173,8 @@ class Trainer {
     return std::min(static_cast<uint64_t>(rank) * part_, kElements);
   }
 
-  void make_context(bool gpu) {
+  // Returns the device of this rank.
+  int make_context(bool gpu) {
     MPI_Comm host = MPI_COMM_NULL;
     MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank_, MPI_INFO_NULL, &host);
     int local_rank = 0, local_world = 1;
@@ -188,6 +188,7 @@ class Trainer {
     options.local_world = static_cast<uint32_t>(local_world);
     MUST(offload_context_create(&options, &context_));
     MUST(offload_stream_create(context_, &stream_));
+    return options.device_index;
   }
 
   template <typename T>

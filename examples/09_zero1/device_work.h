@@ -28,8 +28,8 @@ class DeviceWork {
 std::unique_ptr<DeviceWork> make_sim_work(offload_context_t context, offload_stream_t stream,
                                           MPI_Comm ranks);
 
-// On a GPU, with NCCL between the ranks; MPI only tells them NCCL's id. Ends the program where it
-// was built without NCCL.
-std::unique_ptr<DeviceWork> make_gpu_work(offload_stream_t stream, MPI_Comm ranks);
+// On a GPU, the context's, with NCCL between the ranks; MPI only tells them NCCL's id. Ends the
+// program where it was built without NCCL.
+std::unique_ptr<DeviceWork> make_gpu_work(offload_stream_t stream, MPI_Comm ranks, int device);
 
 #endif  // HYBRIDOPT_EXAMPLES_ZERO1_DEVICE_WORK_H

@@ -24,7 +24,8 @@ __global__ void for_each(uint64_t count, Pass pass) {
 
 class GpuWork final : public DeviceWork {
  public:
-  GpuWork(cudaStream_t stream, MPI_Comm ranks) : stream_(stream) {
+  GpuWork(cudaStream_t stream, MPI_Comm ranks, int device) : stream_(stream) {
+    MUST_CUDA(cudaSetDevice(device));  // NCCL takes the thread's device
     int rank = 0;
     MPI_Comm_rank(ranks, &rank);
     MPI_Comm_size(ranks, &world_);
@@ -80,6 +81,6 @@ class GpuWork final : public DeviceWork {
 
 }  // namespace
 
-std::unique_ptr<DeviceWork> make_gpu_work(offload_stream_t stream, MPI_Comm ranks) {
-  return std::make_unique<GpuWork>(static_cast<cudaStream_t>(stream), ranks);
+std::unique_ptr<DeviceWork> make_gpu_work(offload_stream_t stream, MPI_Comm ranks, int device) {
+  return std::make_unique<GpuWork>(static_cast<cudaStream_t>(stream), ranks, device);
 }
