@@ -237,7 +237,7 @@ def test_clipping_twice_is_refused(tmp_path):
 
 
 def test_another_optimizer_is_refused(tmp_path):
-    with pytest.raises(TypeError, match="is a AdamW, expected one of hybridopt"):
+    with pytest.raises(TypeError, match="is an AdamW, expected one of hybridopt"):
         fit(tmp_path, [OffloadCallback()], cls=torch.optim.AdamW)
 
 

@@ -94,7 +94,7 @@ def test_clipping_twice_is_refused(tmp_path):
 
 def test_another_optimizer_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, torch.optim.AdamW, {}, [OffloadCallback()])
-    with pytest.raises(TypeError, match="is a AcceleratedOptimizer, expected one of hybridopt"):
+    with pytest.raises(TypeError, match="is an AcceleratedOptimizer, expected one of hybridopt"):
         trainer.train()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -82,9 +83,10 @@ class UnderWay:
         self._memory: Memory = {}
         self._wait_at_end = wait_at_end(self, handle, self._memory)
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         self._wait_at_end()
-        self._take_traps_back(self._pending.values())
+        if not is_finalizing():  # else modules may have no globals any more, and no code uses a param
+            self._take_traps_back(self._pending.values())
 
     def __bool__(self) -> bool:
         return bool(self._pending)
