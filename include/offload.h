@@ -672,18 +672,19 @@ OFFLOAD_API int32_t offload_optimizer_plan(offload_optimizer_t optimizer, offloa
  *
  * State on disk (options.disk_paths). Commit makes one file in each directory of disk_paths,
  * takes its room, and removes its name: when the process ends, in whatever way, the files are gone.
- * They are no checkpoint. A step reads chunks ahead into a ring of disk_ring_bytes, they are updated
- * there, and written back meanwhile; all bits are those of state in memory. CPU threads update a
- * chunk with state on disk, in a step, and begin with these chunks. With OFFLOAD_EXECUTORS_STREAMED,
- * and with matrices of OFFLOAD_MUON on CUDA devices, the device does: chunks go from this ring,
- * which is pinned then, through the device's ring and back.
- * Reads and writes bypass the page cache where the file system allows that. A hash of all that was
- * written is kept in memory and compared at each read. A read or write that fails, or a file that
- * somebody has cut off or changed, poisons the optimizer with a text that names the directory; the
- * last checkpoint loads into a new one. A step behind a save waits until the save has read all
- * state. Saves, loads, read_state and write_state work on all state, offload_optimizer_state only
- * on that in memory. early_update_bytes is about chunks in memory. Refused with UNSUPPORTED beside
- * it: save_buffer_bytes (UINT64_MAX means 0 then).
+ * They are no checkpoint. A step reads chunks ahead into a ring of disk_ring_bytes, they are
+ * updated there, and written back meanwhile; all bits are those of state in memory. CPU threads
+ * update a chunk with state on disk, in a step, and begin with these chunks. With
+ * OFFLOAD_EXECUTORS_STREAMED, and with matrices of OFFLOAD_MUON on CUDA devices, the device does:
+ * chunks go from this ring, which is pinned then, through the device's ring and back. Reads and
+ * writes bypass the page cache where the file system allows that. A hash of all that was written is
+ * kept in memory and compared at each read. A read or write that fails, or a file that somebody has
+ * cut off or changed, poisons the optimizer with a text that names the directory; the last
+ * checkpoint loads into a new one. (A failed read of a save, or of a call that reads state, fails
+ * only that.) A step behind a save waits until the save has read all state.
+ * Saves, loads, read_state and write_state work on all state, offload_optimizer_state only on that
+ * in memory. early_update_bytes is about chunks in memory. Refused with UNSUPPORTED beside it:
+ * save_buffer_bytes (UINT64_MAX means 0 then).
  */
 OFFLOAD_API int32_t offload_optimizer_commit(offload_optimizer_t optimizer,
                                              offload_stream_t stream);

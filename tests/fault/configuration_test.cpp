@@ -480,8 +480,8 @@ TEST(Configuration, PinnedCapTooSmall) {
       ExpectCommitRefused(*capped.trainer, OFFLOAD_INVALID_ARGUMENT,
                           {"options.pinned_bytes_max of the context is 4096",
                            "raise it to at least " + std::to_string(enough),
-                           "make chunk_elements, staging_slots, movable, early_update_bytes or "
-                           "save_buffer_bytes smaller"});
+                           "make chunk_elements, staging_slots, movable, early_update_bytes, "
+                           "save_buffer_bytes or disk_ring_bytes smaller"});
     }
     CappedTrainer almost(enough - 1, movable);
     almost.trainer->AddParams();

@@ -376,7 +376,7 @@ TEST(Disk, AFailureOfWhatIsReadAheadEndsTheNextStep) {
 }
 
 // Every read of a save fails once, also of what threads read ahead for it. Only the save fails: the
-// state is read again by whoever needs it next.
+// state is read again by what needs it next.
 TEST(Disk, ASaveWhoseReadFailsFailsAlone) {
   const Solved solved(SmallProblem());
   for (const int error : {EIO, kChanged}) {
