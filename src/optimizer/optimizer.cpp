@@ -204,11 +204,16 @@ Result<offload_plan_t> Optimizer::FitRing(const StateShape& shape, Arrangement& 
     arrangement.lanes.DropStreamRing();
     return PlanOf(*context_, table_, shape, arrangement);
   }
-  const uint64_t others_bytes = committed_ != nullptr ? 0 : PinnedBytesOf(shape, plan);
-  const uint64_t held_bytes = committed_ != nullptr ? committed_->pinned_state_bytes.load() : 0;
-  const uint64_t left_bytes =
-      plan.pinned_bytes_left - std::min(plan.pinned_bytes_left, others_bytes);
-  if (plan.pinned_state_bytes <= left_bytes || plan.pinned_state_bytes - left_bytes <= held_bytes)
+  if (plan.pinned_state_bytes == 0) return plan;
+  // A change of residence has freed all that the optimizer holds now when it pins the state.
+  uint64_t held_bytes = 0;
+  if (committed_ != nullptr) {
+    HYBRIDOPT_ASSIGN(const offload_plan_t held,
+                     PlanOf(*context_, table_, shape, committed_->decided));
+    held_bytes = PinnedBytesOf(shape, held) + committed_->pinned_state_bytes;
+  }
+  const uint64_t wanted_bytes = PinnedBytesOf(shape, plan) + plan.pinned_state_bytes;
+  if (wanted_bytes <= held_bytes || wanted_bytes - held_bytes <= plan.pinned_bytes_left)
     return plan;
   arrangement.unpinned_bytes = plan.pinned_state_bytes;
   arrangement.lanes.DropStreamRing();

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "../sanitizers.h"
+#include "../temporary_directory.h"
 #include "child.h"
 #include "trainer.h"
 
@@ -438,16 +439,17 @@ TEST(Configuration, NothingToOptimize) {
 
 // A context whose cap on pinned memory is `bytes`, with an optimizer that may move `movable`.
 struct CappedTrainer {
-  CappedTrainer(uint64_t bytes, uint32_t movable, int32_t host_executors = OFFLOAD_EXECUTORS_AUTO) {
+  CappedTrainer(uint64_t bytes, const RunOptions& run) {
     auto options = Make<offload_context_options_t>();
     options.device_kind = OFFLOAD_DEVICE_SIM;
     options.sim_memory_bytes = uint64_t{1} << 20;
     options.pinned_bytes_max = bytes;
     options.log = DropLog;
     EXPECT_OFFLOAD_OK(offload_context_create(&options, &context));
-    RunOptions run = OnSim();
-    run.host_executors = host_executors;
     trainer.emplace(run, context);
+  }
+  CappedTrainer(uint64_t bytes, uint32_t movable, int32_t host_executors = OFFLOAD_EXECUTORS_AUTO)
+      : CappedTrainer(bytes, With(host_executors)) {
     if (movable == 0) return;
     auto optimizer_options = Make<offload_optimizer_options_t>();
     optimizer_options.algorithm = OFFLOAD_ADAMW;
@@ -462,6 +464,11 @@ struct CappedTrainer {
   ~CappedTrainer() {
     trainer.reset();
     EXPECT_OFFLOAD_OK(offload_context_destroy(context));
+  }
+  static RunOptions With(int32_t host_executors) {
+    RunOptions run = OnSim();
+    run.host_executors = host_executors;
+    return run;
   }
   offload_context_t context = nullptr;
   std::optional<Trainer> trainer;
@@ -568,6 +575,42 @@ TEST(Configuration, PinnedCapTooSmallForState) {
                       {"options.host_executors is OFFLOAD_EXECUTORS_STREAMED",
                        std::to_string(plan.pinned_state_bytes) + " bytes of state must be pinned",
                        "options.pinned_bytes_max", "OFFLOAD_EXECUTORS_AUTO"});
+}
+
+// The memory of a change that leaves room to pin the state, or not: staging, the ring of the disk,
+// and the state have more bytes than before. The call refuses what queued work could not do.
+TEST(Configuration, PinnedCapTooSmallForAChangeOfFractions) {
+  const TemporaryDirectory directory;
+  struct Fractions {
+    double device, disk;
+  };
+  for (const auto& [from, to] : std::vector<std::pair<Fractions, Fractions>>{
+           {{1, 0}, {0, 0}}, {{0.5, 0}, {0, 0.25}}, {{0, 0.5}, {0, 0.25}}, {{0, 1}, {0, 0.5}}}) {
+    RunOptions run = OnSim();
+    run.host_executors = OFFLOAD_EXECUTORS_STREAMED;
+    run.counts = {20'000};
+    run.device_fraction = from.device;
+    run.disk_fraction = from.disk;
+    run.disk_paths = directory.path().c_str();
+    uint64_t refused = 0, changed = 0;
+    for (uint64_t cap = uint64_t{64} << 10; changed < 3; cap += uint64_t{16} << 10) {
+      SCOPED_TRACE("to " + std::to_string(to.device) + ", cap " + std::to_string(cap));
+      ASSERT_LT(cap, uint64_t{1} << 20);
+      CappedTrainer capped(cap, run);
+      capped.trainer->AddParams();
+      if (offload_optimizer_commit(capped.trainer->optimizer, nullptr) != OFFLOAD_OK) continue;
+      const int32_t status =
+          offload_optimizer_set_fractions(capped.trainer->optimizer, to.device, to.disk, nullptr);
+      if (status == OFFLOAD_OK) {
+        changed += 1;
+      } else {
+        ExpectError(status, OFFLOAD_INVALID_ARGUMENT, {"options.pinned_bytes_max of the context"});
+        refused += 1;
+      }
+      capped.trainer->Steps(0, 2);
+    }
+    EXPECT_GT(refused, 0u);
+  }
 }
 
 TEST(Configuration, PinningRefused) {
