@@ -49,7 +49,7 @@ struct Chunk {
   uint32_t first_fragment;
   uint32_t fragment_count;
   uint64_t element_count;
-  bool on_disk;  // the state of some elements, so that only CPU workers update the chunk
+  bool on_disk;                                        // the state of some elements is on disk
   std::array<uint64_t, kStateSlots> state_area_bytes;  // in the device's ring
   uint64_t held_grads_bytes;                           // there: gradients that the host holds
 

@@ -290,9 +290,9 @@ Status StepPipeline::RunStaged(const StepRequest& request, EventHandle ready,
 
 // The two executors take the first chunks in turn, so that the first chunks finish at the speed of
 // both together. If a chunk's gradients are on the host, the CPU workers need less of the link for
-// it; if they are on the device, the streamed executor does. Only the CPU workers can update a
-// chunk on disk, and the disk takes longest: so they begin with these chunks, and leave the others
-// to the streamed executor.
+// it; if they are on the device, the streamed executor does. Where CPU workers take chunks, only
+// they update a chunk on disk, and the disk takes longest: so they begin with these chunks, and
+// leave the others to the streamed executor.
 void StepPipeline::TakeAhead() {
   queue_.Reset();
   early_.TakeFromQueue();

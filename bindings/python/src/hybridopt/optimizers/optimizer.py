@@ -508,7 +508,8 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         leaves that as it is. Then all state on disk is read and written once, and until that has been done the disk
         has it twice.
 
-        Tensors that were taken from `state` before are no longer the optimizer's: read `state` again."""
+        Tensors that were taken from `state` or state_dict() before must not be used any more, unless they were copied:
+        the memory behind them may be gone. Read `state` again."""
         self._engines.check_open(self)
         refuse_capture()
         placement.check_fraction(offload_fraction)
