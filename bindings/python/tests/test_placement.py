@@ -337,6 +337,20 @@ def test_what_is_written_to_state_counts_in_the_next_step(tmp_path):
     assert everything(*pairs[0]) == everything(*pairs[1])
 
 
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("options", LAYOUTS)
+def test_state_shows_what_was_assigned_and_deleted_without_a_step(options, share, tmp_path):
+    pairs = [made(tmp_path, each, steps=range(3), **options) for each in (share, 0)]
+    for optimizer, model in pairs:
+        for param in model.parameters():
+            optimizer.state[param]["exp_avg"] = torch.full_like(param, 2.0, dtype=torch.float32)
+        for param in (model[0].bias, model[2].weight):
+            del optimizer.state[param]
+        optimizer.materialize()
+    assert everything(*pairs[0]) == everything(*pairs[1])
+    assert not any(pairs[0][0].state[pairs[0][1][2].weight]["exp_avg"].flatten())
+
+
 @pytest.mark.parametrize("layout", ["fp32", "split"])
 def test_a_loaded_master_does_not_replace_a_param_that_differs(layout, tmp_path):
     pairs = [made(tmp_path, share, steps=range(3), master_layout=layout) for share in (0.7, 0)]

@@ -55,10 +55,12 @@ def adopt_entries(engine: Engine, state: dict[Tensor, Any]) -> None:
 def adopt_slot(engine: Engine, slot: Slot, state: dict[Tensor, Any]) -> None:
     entry = dict.get(state, slot.param)
     engine.shown.forget_moved(slot)
+    copied = list(engine.shown.of(slot).copies)
     if entry:
         adopt_entry(engine, slot, entry, state)
     else:
         start_again(engine, slot)
+    engine.shown.refresh_copies_of(slot, copied)  # views show what has been written, and these copies do not
 
 
 def push_count(engine: Engine, slot: Slot, count: int) -> None:

@@ -189,11 +189,15 @@ class Shown:
         if self._with_copies:
             self._handle.drain()
         for slot in self._with_copies:
-            exhibit = self.of(slot)
-            for key in exhibit.copies:
-                view = local(exhibit.views[key])
-                view.copy_(self._state_memory.show(slot, slot.kinds[key])[0])
-                exhibit.copies[key] = view._version
+            self.refresh_copies_of(slot, self.of(slot).copies)
+
+    def refresh_copies_of(self, slot: Slot, keys: Iterable[str]) -> None:
+        """The same for some copies of one param's state. The caller has waited for everything queued."""
+        exhibit = self.of(slot)
+        for key in keys:
+            view = local(exhibit.views[key])
+            view.copy_(self._state_memory.show(slot, slot.kinds[key])[0])
+            exhibit.copies[key] = view._version
 
     def take_copies(self, slots: Iterable[Slot] | None = None) -> None:
         """Writes back the copies that other code has written, of some slots (None: of all)."""
