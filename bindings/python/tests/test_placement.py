@@ -351,6 +351,20 @@ def test_state_shows_what_was_assigned_and_deleted_without_a_step(options, share
     assert not any(pairs[0][0].state[pairs[0][1][2].weight]["exp_avg"].flatten())
 
 
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("options", LAYOUTS)
+def test_state_shows_masters_that_have_followed_params_without_a_step(options, share, tmp_path):
+    pairs = [made(tmp_path, each, dtype=torch.float16, steps=range(2), **options) for each in (share, 0)]
+    for optimizer, model in pairs:
+        before = everything(optimizer, model)  # a look at `state`, which takes copies of what is on disk
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+        optimizer.master_of(model[0].weight)  # makes all masters follow
+        assert everything(optimizer, model) != before
+    assert everything(*pairs[0]) == everything(*pairs[1])
+
+
 @pytest.mark.parametrize("layout", ["fp32", "split"])
 def test_a_loaded_master_does_not_replace_a_param_that_differs(layout, tmp_path):
     pairs = [made(tmp_path, share, steps=range(3), master_layout=layout) for share in (0.7, 0)]

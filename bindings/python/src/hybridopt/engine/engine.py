@@ -287,8 +287,12 @@ class Engine:
     def refresh_masters(self) -> int:
         """Updates the masters of params that other code has written, and returns the ticket, or 0 if there was nothing
         to do. For offloaded params note_params_leave() has already done that."""
-        if self.released_storages is not None:
-            return 0
+        ticket = 0 if self.released_storages is not None else self._refresh_masters()
+        if ticket != 0:
+            self.shown.refresh_copies()
+        return ticket
+
+    def _refresh_masters(self) -> int:
         self.bound.fill_copies()
         if self.states_are_offloaded and self.plan().elements[abi.OFFLOAD_TIER_DEVICE] == 0:
             # The library refuses this, but the state has never been elsewhere: these moves copy nothing.
