@@ -245,6 +245,30 @@ def test_state_that_has_moved_is_made_visible_when_it_is_read(monkeypatch):
     assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"} and len(shown) == 6
 
 
+@pytest.mark.parametrize("share", [0.0, 0.05])  # state that lies in several places is copied
+def test_state_that_has_moved_cannot_be_used_by_those_who_hold_it(share, tmp_path):
+    optimizer, model = made(tmp_path, share, steps=range(1))
+    other = hybridopt.AdamW(module().named_parameters(), threads=1)
+    held = optimizer.state[model[0].weight]["exp_avg"]
+    saved = optimizer.state_dict()
+    other.load_state_dict(saved)
+    copied, expected = copy.deepcopy(saved), everything(optimizer, model)
+    if share == 0.0:
+        optimizer.set_offload_fraction(0.5)
+    else:
+        optimizer.set_offload_fraction(1.0, disk_fraction=1.0)
+    text = "^a tensor of an optimizer's state is used by '.*' after the state has moved .*; read optimizer.state or state_dict"
+    assert held.shape == model[0].weight.shape
+    for use in (held.sum, lambda: held[0], lambda: held.mul_(2), lambda: torch.equal(held, held), held.clone, held.detach):
+        with pytest.raises(abi.InvalidStateError, match=text):
+            use()
+    with pytest.raises(abi.InvalidStateError, match=text):
+        copy.deepcopy(saved)
+    assert everything(optimizer, model) == expected
+    optimizer.load_state_dict(copied)
+    assert everything(optimizer, model) == expected
+
+
 # ------------------------------------------------------------------------------------- on disk --
 
 SHARES = [0.3, 1.0]

@@ -509,7 +509,7 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
         has it twice.
 
         Tensors that were taken from `state` or state_dict() before must not be used any more, unless they were copied:
-        the memory behind them may be gone. Read `state` again."""
+        the memory behind them may be gone, and a use raises. Read `state` again."""
         self._engines.check_open(self)
         refuse_capture()
         placement.check_fraction(offload_fraction)

@@ -14,6 +14,7 @@ from .. import abi
 from ..base.modes import without_collection
 from ..params.registered import MASTER, Registered, Slot
 from ..params.tensors import like_param, local
+from ..traps import moved
 from .entries import Entry, Snapshot
 from .state_memory import StateMemory
 
@@ -275,6 +276,7 @@ class Shown:
                 continue
             if exhibit.entry is not None:
                 self._hidden.append(slot)
+            moved.note_moved(view for key, view in exhibit.views.items() if key in slot.kinds and key not in exhibit.copies)
             self._take_from_sight(slot, state)
 
     def _take_from_sight(self, slot: Slot, state: dict[Tensor, Any]) -> None:

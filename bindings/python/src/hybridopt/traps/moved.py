@@ -1,0 +1,29 @@
+"""Views of state that somebody still holds after the state has moved. The memory behind them may be gone, so that an
+operation that would read or write it raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from .. import abi
+from ..params.tensors import local
+from .trap import Traps
+
+
+def _refuse(_: list[Tensor], operation: str) -> None:
+    raise abi.InvalidStateError(
+        f"a tensor of an optimizer's state is used by {operation!r} after the state has moved to other memory "
+        "(set_offload_fraction(), offload(states=True)); read optimizer.state or state_dict() again after the move, or "
+        "clone() the tensor before"
+    )
+
+
+_traps = Traps(_refuse)
+
+
+def note_moved(views: Iterable[Tensor]) -> None:
+    for view in views:
+        part = local(view)
+        _traps.set([view] if part is view else [view, part])
