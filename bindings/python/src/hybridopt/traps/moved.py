@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from .. import abi
-from ..params.tensors import local
-from .trap import Traps
+from .trap import Traps, parts_of
 
 
 def _refuse(_: list[Tensor], operation: str) -> None:
@@ -25,5 +24,4 @@ _traps = Traps(_refuse)
 
 def note_moved(views: Iterable[Tensor]) -> None:
     for view in views:
-        part = local(view)
-        _traps.set([view] if part is view else [view, part])
+        _traps.set(parts_of(view))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import abi
-from .trap import HARMLESS, VIEWS, Traps, take_back
+from .trap import HARMLESS, VIEWS, Traps, parts_of, take_back
 
 _names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of params that are on the host, and of their views
 _params: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weak references to the params of these views
@@ -25,14 +25,8 @@ def _refuse(params: list[Tensor], operation: str) -> None:
     )
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """The tensor, and of a DTensor its shard."""
-    shard = getattr(tensor, "_local_tensor", None)
-    return [tensor] if shard is None else [tensor, shard]
-
-
 def _note_view(tensor: Tensor, view: Tensor) -> list[Tensor]:
-    parts = _parts(view)
+    parts = parts_of(view)
     for part in parts:
         _names[part] = _names[tensor]
         _params[part] = _params.get(tensor) or weakref.ref(tensor)
@@ -50,14 +44,14 @@ def is_offloaded(param: Tensor) -> bool:
 
 def note_offloaded(params: Iterable[tuple[str, Tensor]]) -> None:
     for name, param in params:
-        parts = _parts(param)
+        parts = parts_of(param)
         for part in parts:
             _names[part] = name
         _traps.set(parts)
 
 
 def note_reloaded(params: Iterable[Tensor]) -> None:
-    listed = [part for param in params for part in _parts(param)]
+    listed = [part for param in params for part in parts_of(param)]
     ids = set(map(id, listed))
     listed += [view for view, param in list(_params.items()) if id(param()) in ids]
     take_back(listed)

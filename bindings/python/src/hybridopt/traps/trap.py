@@ -42,6 +42,12 @@ _readable_of: dict[type, type[Tensor]] = {}  # by the class of a tensor with a t
 _beneath: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by tensor: traps that it gets when its present one is taken back
 
 
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The tensor, and of a DTensor its shard."""
+    shard = getattr(tensor, "_local_tensor", None)
+    return [tensor] if shard is None else [tensor, shard]
+
+
 class Traps:
     """Traps of one kind."""
 
