@@ -11,7 +11,7 @@ use std::sync::Arc;
 use hybridopt_sys as sys;
 
 use crate::contain::{contain, Payload};
-use crate::device::Stream;
+use crate::device::{raw_of, Stream};
 use crate::element::Dtype;
 use crate::error::{check, Error, Result};
 use crate::handle::Ticket;
@@ -138,7 +138,7 @@ impl<'p> Transfer<'p> for SaveOptions<'p> {
         let options = sys::offload_save_options_t {
             flags: flag(self.masters_only, sys::OFFLOAD_SAVE_MASTERS_ONLY),
             path: path.as_ptr(),
-            stream: self.stream.map_or(ptr::null_mut(), |stream| stream.raw),
+            stream: raw_of(self.stream),
             progress: function,
             progress_user: user,
             io_depth: self.io_depth,
@@ -169,7 +169,7 @@ impl<'p> Transfer<'p> for LoadOptions<'p> {
                 | flag(self.keep_steps, sys::OFFLOAD_LOAD_KEEP_STEPS)
                 | flag(self.no_verify, sys::OFFLOAD_LOAD_NO_VERIFY),
             path: path.as_ptr(),
-            stream: self.stream.map_or(ptr::null_mut(), |stream| stream.raw),
+            stream: raw_of(self.stream),
             progress: function,
             progress_user: user,
             io_depth: self.io_depth,

@@ -203,3 +203,8 @@ impl fmt::Debug for Stream<'_> {
         f.debug_struct("Stream").finish_non_exhaustive()
     }
 }
+
+/// None is the NULL stream.
+pub(crate) fn raw_of(stream: Option<&Stream<'_>>) -> sys::offload_stream_t {
+    stream.map_or(ptr::null_mut(), |stream| stream.raw)
+}

@@ -1,7 +1,7 @@
 //! An exchange of matrices: brings the parts that ranks have together on one rank, and takes them
 //! back.
 
-use std::ffi::{c_void, CString};
+use std::ffi::c_void;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
@@ -11,11 +11,11 @@ use hybridopt_sys as sys;
 
 use crate::comm::Comm;
 use crate::context::{nanoseconds, Context};
-use crate::device::{DeviceBuffer, Stream};
+use crate::device::{raw_of, DeviceBuffer, Stream};
 use crate::element::{Dtype, Element};
 use crate::error::{check, Error, Result};
 use crate::memory::Memory;
-use crate::param::Shard;
+use crate::param::{c_name, Shard};
 
 /// Where elements are.
 #[derive(Clone, Copy, PartialEq)]
@@ -218,7 +218,9 @@ impl<'c> ExchangeBuilder<'c> {
     ) -> Result<R> {
         let count = u32::try_from(self.matrices.len())
             .map_err(|_| Error::invalid_argument("expected fewer than 2^32 matrices".into()))?;
-        let names = self.matrices.iter().map(Matrix::c_name).collect::<Result<Vec<_>>>()?;
+        let names = (self.matrices.iter())
+            .map(|matrix| c_name("matrix", &matrix.name))
+            .collect::<Result<Vec<_>>>()?;
         let shards =
             self.matrices.iter().map(|matrix| matrix.shard.raw()).collect::<Result<Vec<_>>>()?;
         let matrices: Vec<_> = (self.matrices.iter().zip(&names).zip(&shards))
@@ -239,17 +241,6 @@ impl<'c> ExchangeBuilder<'c> {
             ..Default::default()
         };
         self.context.with(|handle| call(handle, &options))
-    }
-}
-
-impl Matrix {
-    fn c_name(&self) -> Result<CString> {
-        CString::new(self.name.as_str()).map_err(|_| {
-            Error::invalid_argument(format!(
-                "the matrix's name {:?} has a NUL in it; leave it out",
-                self.name
-            ))
-        })
     }
 }
 
@@ -313,18 +304,17 @@ impl<'c> Exchange<'c> {
         stream: Option<&Stream<'c>>,
     ) -> Result<()> {
         let part = part.into();
-        let whole = whole.map(|whole| whole.elements);
-        let whole = self.checked(matrix, &part, whole)?;
-        let stream = stream.map_or(ptr::null_mut(), |stream| stream.raw);
+        let whole = self.checked(matrix, &part, whole.map(|whole| whole.elements))?;
+        let dtype = part.dtype.raw();
         // SAFETY: both have as many elements as the matrix has there, and live during the call.
         check(unsafe {
             sys::offload_exchange_gather(
                 self.raw,
                 matrix,
-                part.dtype.raw(),
+                dtype,
                 part.pointer(),
                 whole,
-                stream,
+                raw_of(stream),
             )
         })
     }
@@ -339,16 +329,16 @@ impl<'c> Exchange<'c> {
     ) -> Result<()> {
         let part = part.into().elements;
         let whole = self.checked(matrix, &part, whole)?;
-        let stream = stream.map_or(ptr::null_mut(), |stream| stream.raw);
+        let dtype = part.dtype.raw();
         // SAFETY: as for `gather`.
         check(unsafe {
             sys::offload_exchange_scatter(
                 self.raw,
                 matrix,
-                part.dtype.raw(),
+                dtype,
                 whole,
                 part.pointer(),
-                stream,
+                raw_of(stream),
             )
         })
     }

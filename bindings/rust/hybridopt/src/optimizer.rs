@@ -8,7 +8,7 @@ use hybridopt_sys as sys;
 
 use crate::comm::Comm;
 use crate::context::Context;
-use crate::device::{download, upload, Stream};
+use crate::device::{download, raw_of, upload, Stream};
 use crate::element::Element;
 use crate::error::{check, Error, Result};
 use crate::exchange::{Elements, ElementsMut};
@@ -76,7 +76,7 @@ impl StepOptions<'_> {
                 | (if self.follow_params { sys::OFFLOAD_STEP_FOLLOW_PARAMS } else { 0 }),
             grad_scale: self.grad_scale,
             grad_norm_max: self.grad_norm_max,
-            stream: self.stream.map_or(ptr::null_mut(), |stream| stream.raw),
+            stream: raw_of(self.stream),
             ..Default::default()
         }
     }

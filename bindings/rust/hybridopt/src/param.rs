@@ -216,12 +216,7 @@ impl<'a> Param<'a> {
         &self,
         add: impl FnOnce(&sys::offload_param_t) -> Result<R>,
     ) -> Result<R> {
-        let name = CString::new(self.name.as_str()).map_err(|_| {
-            Error::invalid_argument(format!(
-                "the param's name {:?} has a NUL in it; leave it out",
-                self.name
-            ))
-        })?;
+        let name = c_name("param", &self.name)?;
         if let Some(grad) = &self.grad {
             check_count(grad.count, self.data.count, &self.name)?;
         }
@@ -249,6 +244,13 @@ impl<'a> Param<'a> {
             ..Default::default()
         })
     }
+}
+
+/// The name of a param or matrix, as the library takes it.
+pub(crate) fn c_name(of: &str, name: &str) -> Result<CString> {
+    CString::new(name).map_err(|_| {
+        Error::invalid_argument(format!("the {of}'s name {name:?} has a NUL in it; leave it out"))
+    })
 }
 
 /// Fails unless the gradient has as many elements as the param: the library gets one count for both.

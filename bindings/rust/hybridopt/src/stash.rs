@@ -7,7 +7,7 @@ use std::ptr;
 use hybridopt_sys as sys;
 
 use crate::context::Context;
-use crate::device::{DeviceBuffer, Stream};
+use crate::device::{raw_of, DeviceBuffer, Stream};
 use crate::element::Element;
 use crate::error::{check, Result};
 
@@ -231,8 +231,4 @@ impl<T: Element> Drop for Stashed<'_, '_, T> {
         // SAFETY: the handle is alive. A stash that is poisoned refuses, and has nothing to end.
         unsafe { sys::offload_stash_drop(self.stash.raw, self.ticket, ptr::null_mut()) };
     }
-}
-
-fn raw_of(stream: Option<&Stream<'_>>) -> sys::offload_stream_t {
-    stream.map_or(ptr::null_mut(), |stream| stream.raw)
 }
