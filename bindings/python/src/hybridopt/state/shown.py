@@ -276,7 +276,10 @@ class Shown:
                 continue
             if exhibit.entry is not None:
                 self._hidden.append(slot)
-            moved.note_moved(view for key, view in exhibit.views.items() if key in slot.kinds and key not in exhibit.copies)
+            if everywhere:  # views of device memory that states come back to are at their addresses then
+                moved.note_moved(
+                    view for key, view in exhibit.views.items() if key in slot.kinds and key not in exhibit.copies
+                )
             self._take_from_sight(slot, state)
 
     def _take_from_sight(self, slot: Slot, state: dict[Tensor, Any]) -> None:

@@ -14,8 +14,7 @@ from .trap import Traps, parts_of
 def _refuse(_: list[Tensor], operation: str) -> None:
     raise abi.InvalidStateError(
         f"a tensor of an optimizer's state is used by {operation!r} after the state has moved to other memory "
-        "(set_offload_fraction(), offload(states=True)); read optimizer.state or state_dict() again after the move, or "
-        "clone() the tensor before"
+        "(set_offload_fraction()); read optimizer.state or state_dict() again after the move, or clone() the tensor before"
     )
 
 
