@@ -681,9 +681,9 @@ OFFLOAD_API int32_t offload_optimizer_plan(offload_optimizer_t optimizer, offloa
  * kept in memory and compared at each read. A read or write that fails, or a file that somebody has
  * cut off or changed, poisons the optimizer with a text that names the directory; the last
  * checkpoint loads into a new one. (A failed read of a save, or of a call that reads state, fails
- * only that.) A step behind a save waits until the save has read all state.
- * Saves, loads, read_state and write_state work on all state, offload_optimizer_state only on that
- * in memory. early_update_bytes is about chunks in memory. Refused with UNSUPPORTED beside it:
+ * only that.) A step behind a save waits until the save has read all state. Saves, loads,
+ * read_state and write_state work on all state, offload_optimizer_state only on that in memory.
+ * early_update_bytes is about chunks in memory. Refused with UNSUPPORTED beside it:
  * save_buffer_bytes (UINT64_MAX means 0 then).
  */
 OFFLOAD_API int32_t offload_optimizer_commit(offload_optimizer_t optimizer,
@@ -951,9 +951,10 @@ OFFLOAD_API int32_t offload_optimizer_set_fractions(offload_optimizer_t optimize
 /* A view of one kind of state of one param: its first device_count elements lie at device_data on
  * the device, the next host_count elements at host_data in host memory, pinned as one range or not
  * at all; the rest is on disk. The library owns the memory. The view is valid until destroy or the
- * next offload_optimizer_set_device_fraction, with two exceptions: device_data is valid until
- * offload_states, and where the param is its own master, as long as the param's address. The
- * content does not change while no work is queued, and the caller may write it then. */
+ * next offload_optimizer_set_device_fraction or _set_fractions, with two exceptions: device_data is
+ * valid until offload_states, and where the param is its own master, as long as the param's
+ * address. The content does not change while no work is queued, and the caller may write it then.
+ */
 typedef struct offload_state_view {
   uint32_t struct_size;
   int32_t dtype;         /* enum offload_dtype */
