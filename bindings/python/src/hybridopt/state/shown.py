@@ -276,7 +276,7 @@ class Shown:
                 continue
             if exhibit.entry is not None:
                 self._hidden.append(slot)
-            if everywhere:  # views of device memory that states come back to are at their addresses then
+            if everywhere:  # states that come back from the host, by reload(), have the same addresses
                 moved.note_moved(
                     view for key, view in exhibit.views.items() if key in slot.kinds and key not in exhibit.copies
                 )
