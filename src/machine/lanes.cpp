@@ -23,7 +23,6 @@ uint64_t ChangeBytes(const LaneSizes& sizes) {
   return system::RoundUp(sizes.change_words * sizeof(uint64_t), kScratchAlignmentBytes);
 }
 
-// Of one stream.
 uint64_t MatrixBytes(const LaneSizes& sizes) {
   return system::RoundUp(sizes.matrix_bytes, kScratchAlignmentBytes);
 }
@@ -34,9 +33,7 @@ uint64_t MatrixOffset(const LaneSizes& sizes) {
 }
 
 // The offset at which the device's ring begins.
-uint64_t RingOffset(const LaneSizes& sizes) {
-  return MatrixOffset(sizes) + sizes.matrix_streams * MatrixBytes(sizes);
-}
+uint64_t RingOffset(const LaneSizes& sizes) { return MatrixOffset(sizes) + MatrixBytes(sizes); }
 
 uint64_t SlotBytes(const LaneSizes& sizes) {
   return StagingRing::SlotBytes(sizes.slot_grad_bytes, sizes.slot_param_bytes);
@@ -128,7 +125,6 @@ Result<LaneScratch> LaneScratch::Take(Context& context, const LaneSizes& sizes) 
   scratch.device_ = &context.device();
   scratch.device_grad_elements_ = sizes.device_grad_elements;
   scratch.matrix_offset_ = MatrixOffset(sizes);
-  scratch.matrix_streams_ = sizes.matrix_streams;
   scratch.ring_offset_ = RingOffset(sizes);
   scratch.ring_bytes_ = sizes.stream_ring_bytes;
   HYBRIDOPT_TRY(scratch.MakeEvents(sizes.stream_slots));
@@ -221,8 +217,6 @@ void Lanes::UseScratch(LaneScratch& scratch) {
   device_grads = present ? reinterpret_cast<float*>(changes + change_bytes_) : nullptr;
   const bool has_matrices = present && matrix_bytes_ > 0;
   matrix_workspace = has_matrices ? scratch_.matrix_data() : nullptr;
-  const uint64_t second = scratch_.matrix_streams() > 1 ? matrix_bytes_ : 0;
-  stream_matrix_workspace = has_matrices ? scratch_.matrix_data() + second : nullptr;
 }
 
 Result<StreamHandle> Lanes::NewStream(const char* label) {

@@ -45,8 +45,7 @@ struct LaneSizes {
   uint64_t norm_blocks = 0;
   uint64_t change_words = 0;          // of bits on the device, two for each element
   uint64_t device_grad_elements = 0;  // room in fp32 for gradients that a step copies up
-  uint64_t matrix_bytes = 0;          // workspace of each stream that updates matrices
-  uint32_t matrix_streams = 1;        // 2 if matrices are on the device and others go through it
+  uint64_t matrix_bytes = 0;          // workspace of updates of matrices
   bool streams_state = false;         // state may go through the device's ring, now or later
   uint32_t stream_slots = 0;          // most chunks in the device's ring; 0: no ring
   uint64_t stream_ring_bytes = 0;
@@ -89,8 +88,8 @@ class LaneRing {
 // Device memory for norm sums, the verdict, the bits of elements that the device changes, gradients
 // that the host holds and a step copies up, and the ring through which state streams.
 //
-//   | verdict | block sums | changes | gradients copied up | matrices: one workspace for each
-//   stream that updates them | ring |
+//   | verdict | block sums | changes | gradients copied up | workspace of matrices |
+//   ring |
 class LaneScratch {
  public:
   LaneScratch() = default;
@@ -103,7 +102,6 @@ class LaneScratch {
     std::swap(device_grad_elements_, other.device_grad_elements_);
     std::swap(ring_offset_, other.ring_offset_);
     std::swap(matrix_offset_, other.matrix_offset_);
-    std::swap(matrix_streams_, other.matrix_streams_);
     std::swap(ring_bytes_, other.ring_bytes_);
     std::swap(slots_, other.slots_);
     return *this;
@@ -112,7 +110,6 @@ class LaneScratch {
   std::byte* data() const { return static_cast<std::byte*>(data_); }
   std::span<const StreamSlot> slots() const { return slots_; }
   std::byte* matrix_data() const { return data() + matrix_offset_; }
-  uint32_t matrix_streams() const { return matrix_streams_; }
   std::span<std::byte> ring() const { return {data() + ring_offset_, ring_bytes_}; }
 
  private:
@@ -122,7 +119,6 @@ class LaneScratch {
   void* data_ = nullptr;  // device
   uint64_t device_grad_elements_ = 0;
   uint64_t matrix_offset_ = 0;
-  uint32_t matrix_streams_ = 1;
   uint64_t ring_offset_ = 0;
   uint64_t ring_bytes_ = 0;
   std::vector<StreamSlot> slots_;
@@ -204,15 +200,14 @@ class Lanes {
   EventHandle verdict_known = nullptr;  // on the host: the verdict, or the block sums for it
   EventHandle verdict_set = nullptr;    // the verdict is on the device, made there or on the host
   EventHandle moved[2] = {};  // the copies of offload and reload, on each of their two streams
-  EventHandle grads_summed = nullptr;       // on the host: block sums of gradients being moved
-  double* block_sums = nullptr;             // device
-  Verdict* device_verdict = nullptr;        // device
-  uint64_t* device_changes = nullptr;       // device: the bits of state_io/change_log.h
-  float* device_grads = nullptr;            // device: gradients copied up for a step
-  void* matrix_workspace = nullptr;         // device: of the compute stream
-  void* stream_matrix_workspace = nullptr;  // device: of state_update
-  Verdict* host_verdict = nullptr;          // pinned
-  double* host_block_sums = nullptr;        // pinned: block_sums, for a verdict made on the host
+  EventHandle grads_summed = nullptr;  // on the host: block sums of gradients being moved
+  double* block_sums = nullptr;        // device
+  Verdict* device_verdict = nullptr;   // device
+  uint64_t* device_changes = nullptr;  // device: the bits of state_io/change_log.h
+  float* device_grads = nullptr;       // device: gradients copied up for a step
+  void* matrix_workspace = nullptr;    // device: of one update of a matrix at a time
+  Verdict* host_verdict = nullptr;     // pinned
+  double* host_block_sums = nullptr;   // pinned: block_sums, for a verdict made on the host
 
  private:
   explicit Lanes(Context& context)

@@ -15,8 +15,8 @@ bool SameRing(const LaneSizes& a, const LaneSizes& b) {
 }
 
 bool SameScratch(const LaneSizes& a, const LaneSizes& b) {
-  return a.device_grad_elements == b.device_grad_elements && a.matrix_streams == b.matrix_streams &&
-         a.stream_slots == b.stream_slots && a.stream_ring_bytes == b.stream_ring_bytes;
+  return a.device_grad_elements == b.device_grad_elements && a.stream_slots == b.stream_slots &&
+         a.stream_ring_bytes == b.stream_ring_bytes;
 }
 
 uint64_t Growth(uint64_t from, uint64_t to) { return to > from ? to - from : 0; }

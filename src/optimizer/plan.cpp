@@ -30,19 +30,6 @@ void SizeStreamRing(const StateShape& shape, const ChunkTable& chunks, LaneSizes
   sizes.stream_slots = static_cast<uint32_t>(takes_more ? most : large);
 }
 
-// The device's own matrices are updated beside those that stream through it. One of both alone
-// needs one workspace.
-uint32_t MatrixStreams(const StateShape& shape, const Residence& residence) {
-  bool on_device = false, streams = false;
-  for (uint32_t id = 0; id < shape.params.size(); ++id) {
-    if (!shape.params[id].is_of_matrices()) continue;
-    on_device = on_device || residence.range(id, Tier::kDevice).count > 0;
-    streams = streams || residence.range(id, Tier::kHost).count > 0 ||
-              residence.range(id, Tier::kDisk).count > 0;
-  }
-  return shape.options.streams_state && on_device && streams ? 2 : 1;
-}
-
 }  // namespace
 
 uint32_t DefaultStreamChunks(const StateShape& shape) {
@@ -68,7 +55,6 @@ LaneSizes LaneSizesOf(const StateShape& shape, const Residence& residence,
         std::max(sizes.slot_grad_bytes, shape.options.chunk_elements * sizeof(float));
   }
   sizes.matrix_bytes = shape.device_matrix_bytes;
-  sizes.matrix_streams = MatrixStreams(shape, residence);
   sizes.streams_state = shape.options.streams_state;
   SizeStreamRing(shape, chunks, sizes);
   if (HostMayHoldGrads(shape))

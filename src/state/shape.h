@@ -176,7 +176,7 @@ struct StateShape {
   uint64_t matrices = 0;      // that are updated by themselves: all parts in all params
   // The most sets of coefficients of a step: one for each param, or for each of its parts.
   uint64_t coefficients = 0;
-  // Memory for the update of the largest of them: on the host, and for each stream of the device.
+  // Memory for the update of the largest of them: on the host, and on the device.
   uint64_t host_matrix_bytes = 0;
   uint64_t device_matrix_bytes = 0;
 

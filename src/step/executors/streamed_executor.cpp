@@ -112,6 +112,9 @@ Status StreamedExecutor::Begin(const HostStep& step) {
   if (taken_ == 0 && !(on() && shape_.options.streams_disk())) return {};
   HYBRIDOPT_TRY(device_.Record(lanes_.verdict_set, lanes_.compute));
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.state_update, lanes_.verdict_set));
+  // Matrices of the device's share are updated first, in the workspace that these updates use too.
+  if (shape_.device_matrix_bytes > 0)
+    HYBRIDOPT_TRY(device_.StreamWait(lanes_.state_update, lanes_.device_updated.end));
   step_ = &step;
   side_threads_.Begin(*this);
   return {};
@@ -253,7 +256,7 @@ Status StreamedExecutor::Launch(Rule rule, size_t first) {
   launch.updates = std::span(updates_).subspan(first);
   launch.coefficients = plan_.coefficients();
   launch.verdict = lanes_.device_verdict;
-  launch.workspace = lanes_.stream_matrix_workspace;
+  launch.workspace = lanes_.matrix_workspace;
   return rule == Rule::kMuon ? device_.UpdateMatrices(lanes_.state_update, launch)
                              : device_.Update(lanes_.state_update, launch);
 }
