@@ -1263,10 +1263,10 @@ typedef struct offload_save_options {
  * behind the save. A step that comes to state which the save has still to read copies it to the
  * buffer of save_buffer_bytes and updates it; the save reads the copy and frees its place. While
  * the buffer has no room for a chunk the step waits until the save has read enough. The buffer is
- * cut into blocks of 64 KiB, which large arrays fill and small ones share. Such a step's ticket
+ * cut into blocks of 512 KiB, which large arrays fill and small ones share. Such a step's ticket
  * completes when the step is done, even if the save is not.
  * While it runs, a save holds io_depth blocks of host memory, a few hundred bytes for each tensor
- * and 8 bytes for each 64 KiB of state.
+ * and 8 bytes for each 512 KiB of state.
  * The save reads params where they are if they are their own masters (fp32 params that are updated
  * in place) or the upper halves of split masters. The caller must not write or free those params
  * until the save has read them, or a step has copied them for it. That is so when its own ticket

@@ -49,7 +49,7 @@ class Capture {
  public:
   // The bytes of one slot of the buffer, at most: where chunks are small, a slot has as many as a
   // chunk has of a master.
-  static constexpr uint64_t kSlotBytes = uint64_t{64} << 10;
+  static constexpr uint64_t kSlotBytes = uint64_t{512} << 10;
   static uint64_t SlotBytes(const StateShape& shape) {
     return std::min(kSlotBytes, std::bit_ceil(shape.options.chunk_elements * sizeof(float)));
   }

@@ -9,6 +9,7 @@
 
 #include "../forwarding_device.h"
 #include "../held_files.h"
+#include "../labelled_device.h"
 #include "../scale.h"
 #include "../temporary_directory.h"
 #include "base/system.h"
@@ -184,6 +185,49 @@ TEST_F(BesideASave, WithRoomForAllStepsDoNotWaitForIt) {
       files_.before_reading = false;
       rig_->Wait(save_);
       EXPECT_EQ(SavedDifference(), "");
+    }
+  }
+}
+
+// The simulated device with a slow stream of copies.
+class SlowCopies final : public LabelledDevice {
+ public:
+  SlowCopies(std::unique_ptr<Device> device, std::string slow)
+      : LabelledDevice(std::move(device)), slow_(std::move(slow)) {}
+  Status CopyToHost(StreamHandle stream, void* host, const void* device, uint64_t bytes) override {
+    HYBRIDOPT_TRY(Delay(stream));
+    return ForwardingDevice::CopyToHost(stream, host, device, bytes);
+  }
+  Status CopyToDevice(StreamHandle stream, void* device, const void* host,
+                      uint64_t bytes) override {
+    HYBRIDOPT_TRY(Delay(stream));
+    return ForwardingDevice::CopyToDevice(stream, device, host, bytes);
+  }
+
+ private:
+  Status Delay(StreamHandle stream) {
+    const auto sleep = [](void*) { std::this_thread::sleep_for(std::chrono::microseconds(200)); };
+    return LabelOf(stream) == slow_ ? Run(stream, sleep, nullptr) : Status();
+  }
+  const std::string slow_;
+};
+
+// State is copied to the buffer when it is in the device's ring, and before it is updated there.
+TEST_F(BesideASave, CopiesToTheBufferKeepTheirPlaceInTheOrderOfStreams) {
+  buffer_bytes_ = UINT64_MAX;
+  for (const char* slow : {"up", "down", "device update"}) {
+    wrap_ = [&](std::unique_ptr<Device> device) {
+      return std::make_unique<SlowCopies>(std::move(device), slow);
+    };
+    for (const StateChoice& state : StateChoices()) {
+      const Place place = {OFFLOAD_DEVICE_SIM, 0.4, OFFLOAD_EXECUTORS_STREAMED};
+      SCOPED_TRACE(state.Text() + ", slow: " + slow);
+      Start(SmallProblem(2, state), place, true);
+      rig_->Wait(QueueStep(1));
+      files_.before_reading = false;
+      rig_->Wait(save_);
+      EXPECT_EQ(SavedDifference(), "");
+      EXPECT_EQ(rig_->Difference(solved_->trace[2]), "");
     }
   }
 }

@@ -1,6 +1,7 @@
-// AsideCopier: puts aside what the device has of the state that a save has still to read
-// (place/capture.h). Streams copy it to the save's buffer, in front of the updates that overwrite
-// it. The CPU workers do the same with the chunks that they update (ChunkUpdater).
+// AsideCopier: puts aside what the device updates of the state that a save has still to read
+// (place/capture.h): its own share, and chunks in its ring. The stream of all copies down copies it
+// to the save's buffer, in front of the updates that overwrite it. The CPU workers do the same with
+// the chunks that they update (ChunkUpdater).
 #pragma once
 
 #include "device/device.h"
@@ -29,21 +30,33 @@ class AsideCopier {
   // To be called once, before the rest.
   Status Start();
 
-  // Queues the copies of all that the step updates on the device, on the stream that updates it.
-  // Waits for the save while the buffer is full.
+  // These queue copies, in front of what is queued afterwards on the stream that updates what they
+  // copy. They wait for the save while the buffer is full.
   Status QueueDeviceShare(Capture& capture);
-  // To be called when that stream has done the update.
+  // `data` is where the ring has the chunk's state when the stream of copies down gets there.
+  Status QueueChunk(Capture& capture, uint32_t chunk, const std::byte* data);
+  // To be called when the updates have been done.
   void DeviceShareCopied(Capture& capture) const;
-  // Returns when the state of the chunk has been copied, which is on the host and which `stream`
-  // updates in the device's ring.
-  Status PutChunkAside(Capture& capture, uint32_t chunk, StreamHandle stream);
+  void ChunkCopied(Capture& capture, uint32_t chunk) const;
   // Returns when all that the save borrows has been read or copied.
   Status PutBorrowedAside(Capture& capture);
 
  private:
-  Status Copy(const Capture& capture, uint32_t id, const ElementRange& range, StreamHandle stream);
-  Status CopyArray(const Capture& capture, uint32_t id, Tier tier, StateSlot slot,
-                   const ElementRange& range, StreamHandle stream);
+  // Where the copied state is.
+  struct From {
+    bool on_device;
+    FunctionRef<const std::byte*(StateSlot stored, uint64_t element)> at;
+  };
+  void VisitChunk(uint32_t chunk, Capture::Visit visit) const;
+  Status QueueFragment(const Capture& capture, const Chunk& chunk, const Fragment& fragment,
+                       const std::byte* data);
+  Status Copy(const Capture& capture, uint32_t id, const ElementRange& range);
+  Status CopyArrays(const Capture& capture, uint32_t id, const ElementRange& range,
+                    const From& from);
+  Status CopyArray(const Capture& capture, uint32_t id, StateSlot slot, const ElementRange& range,
+                   const From& from);
+  // What is queued now on the stream of copies down has been done when it reaches copied_.
+  Status RecordCopied() { return device_.Record(copied_, lanes_.down); }
 
   const ParamTable& table_;
   const StateShape& shape_;
@@ -51,10 +64,8 @@ class AsideCopier {
   const StateMemory& memory_;
   const StepPlan& plan_;
   Lanes& lanes_;
-  Device& device_;  // outlives the lanes
-  // NULL: there is no buffer, or no device memory.
-  EventHandle share_copied_ = nullptr;
-  EventHandle chunk_copied_ = nullptr;
+  Device& device_;                // outlives the lanes
+  EventHandle copied_ = nullptr;  // NULL: there is no buffer, or no device memory
 };
 
 }  // namespace hybridopt

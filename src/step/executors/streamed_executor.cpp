@@ -152,8 +152,7 @@ Status StreamedExecutor::UpdateChunks() {
     if (finished_ == taken_) return {};
     for (; queued < taken_; ++queued) {
       const uint32_t chunk = chunks_[SlotOf(queued)];
-      if (step_->capture != nullptr)
-        HYBRIDOPT_TRY(aside_.PutChunkAside(*step_->capture, chunk, lanes_.state_update));
+      HYBRIDOPT_TRY(QueueAside(queued));
       HYBRIDOPT_TRY(QueueUpdate(queued));
       progress_.Issued(chunk, lanes_.stream_slots()[SlotOf(queued)].updated.end);
       HYBRIDOPT_TRY(QueueDown(queued));
@@ -186,6 +185,7 @@ Status StreamedExecutor::Finish(uint32_t number) {
     const TraceRange range(lanes_.trace(), TraceRow::kDeviceRing, "await state down", chunk);
     HYBRIDOPT_TRY(lanes_.Wait(slot.down.end, "state coming down"));
   }
+  if (step_->capture != nullptr) aside_.ChunkCopied(*step_->capture, chunk);
   lanes_.link().ArrivedUpTo(queued_up_[SlotOf(number)]);
   HYBRIDOPT_ASSIGN(const double up_seconds, lanes_.Seconds(slot.up));
   HYBRIDOPT_ASSIGN(const double update_seconds, lanes_.Seconds(slot.updated));
@@ -214,6 +214,12 @@ Status StreamedExecutor::QueueUp(uint32_t number) {
   queued_up_[SlotOf(number)] = lanes_.link().queued_up_bytes();
   work.End();
   return device_.Record(slot.up.end, lanes_.up);
+}
+
+Status StreamedExecutor::QueueAside(uint32_t number) {
+  if (step_->capture == nullptr) return {};
+  HYBRIDOPT_TRY(device_.StreamWait(lanes_.down, lanes_.stream_slots()[SlotOf(number)].up.end));
+  return aside_.QueueChunk(*step_->capture, chunks_[SlotOf(number)], DataOf(number));
 }
 
 Status StreamedExecutor::QueueUpdate(uint32_t number) {

@@ -72,6 +72,7 @@ class StreamedExecutor final : private SideThreads::Work {
   bool StateIsInMemory(uint32_t chunk) const;
   Status AwaitDisk();
   Status QueueUp(uint32_t number);
+  Status QueueAside(uint32_t number);
   Status QueueUpdate(uint32_t number);
   Status QueueDown(uint32_t number);
   Status Finish(uint32_t number);

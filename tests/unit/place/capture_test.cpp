@@ -18,11 +18,11 @@ namespace {
 
 constexpr uint64_t kPieceElements = Capture::kSlotBytes / sizeof(float);
 
-// Params in host memory, on the host device: segments have 20,000 elements, so that a segment of an
-// fp32 array has a whole piece and one that is not full.
+// Params in host memory, on the host device: segments have 160,000 elements, so that a segment of
+// an fp32 array has a whole piece and one that is not full.
 class CaptureTest : public testing::Test {
  protected:
-  static constexpr uint64_t kSegment = 20'000;
+  static constexpr uint64_t kSegment = 160'000;
 
   struct Spec {
     int32_t dtype;
@@ -313,11 +313,13 @@ TEST_F(CaptureTest, ThePlanHasRoomForAll) {
   EXPECT_FALSE(capture.reads_state());
 }
 
-// 3 arrays of 128 elements each: 1.5 KiB a param, 42 params a slot.
+// 3 arrays of 128 elements each: 1.5 KiB a param.
 class CaptureOfSmallParams : public CaptureTest {
  protected:
   static constexpr uint32_t kParams = 1000;
   static constexpr uint64_t kElements = 128;
+  static constexpr uint32_t kInSlot =
+      Capture::kSlotBytes / (3 * kElements * sizeof(float));  // params
   CaptureOfSmallParams() : CaptureTest(std::vector<Spec>(kParams, Spec{OFFLOAD_BF16, kElements})) {}
 
   static auto Of(uint32_t first, uint32_t count) {
@@ -345,16 +347,16 @@ TEST_F(CaptureOfSmallParams, TheyShareSlots) {
 
 TEST_F(CaptureOfSmallParams, ASlotIsFreeAgainWhenAllOfThemHaveBeenRead) {
   Capture& capture = Begin(1);
-  capture.PutAside(Of(0, 42));
-  capture.Copied(Of(0, 42));
+  capture.PutAside(Of(0, kInSlot));
+  capture.Copied(Of(0, kInSlot));
   std::atomic<bool> has_room = false;
   ReturnsAfter(
       [&] {
-        capture.PutAside(Of(42, 42));
+        capture.PutAside(Of(kInSlot, kInSlot));
         has_room = true;
       },
       [&] {
-        for (uint32_t id = 41; id > 0; --id) ReadAll(id, 0, kElements);
+        for (uint32_t id = kInSlot - 1; id > 0; --id) ReadAll(id, 0, kElements);
         Read(0, kMaster, 0, kElements);
         Read(0, kMoment0, 0, kElements);
         for (int i = 0; i < 1000; ++i) std::this_thread::yield();
@@ -393,7 +395,7 @@ TEST_F(CaptureOfSmallParams, WithRoomForAllNobodyWaits) {
 class CaptureRace : public CaptureTest {
  protected:
   CaptureRace()
-      : CaptureTest({{OFFLOAD_BF16, 3 * kSegment + 17}, {OFFLOAD_FP32, 70'000}, {OFFLOAD_BF16, 9}},
+      : CaptureTest({{OFFLOAD_BF16, 3 * kSegment + 17}, {OFFLOAD_FP32, 560'000}, {OFFLOAD_BF16, 9}},
                     {Format::kSplit24, Format::kBf16, Format::kBf16}) {}
 
   static constexpr uint32_t kParams = 3;
@@ -440,7 +442,7 @@ class CaptureRace : public CaptureTest {
           const FormatRow& row = RowAt(id, slot);
           const uint64_t left = table_.param(id).count - first;
           const Capture::Source source =
-              capture_->Take(id, slot, first, std::min<uint64_t>(left, 1 + random.Below(40'000)));
+              capture_->Take(id, slot, first, std::min<uint64_t>(left, 1 + random.Below(320'000)));
           if (source.aside != nullptr && source.format != row.format) return false;
           const std::byte* const found =
               source.aside != nullptr ? source.aside : state_[{id, slot}].data() + row.Bytes(first);
