@@ -494,12 +494,22 @@ def test_a_scheduler_may_end_a_rounding_error_below_zero(name):
         ({"max_grad_norm": math.inf}, ValueError, "Invalid max_grad_norm: inf, expected a finite number"),
         ({"max_grad_norm": math.nan}, ValueError, "Invalid max_grad_norm: nan, expected a finite number"),
         ({"max_norm": 1}, TypeError, "unexpected keyword argument 'max_norm', expected .*threads"),
+        ({"fraction": 1.0}, TypeError, "argument 'fraction', expected .*; did you mean 'offload_fraction'"),
+        ({"offload_fracton": 1.0}, TypeError, "argument 'offload_fracton', .*; did you mean 'offload_fraction'"),
+        ({"device_fraction": 0.0}, TypeError, "'device_fraction', .*: write offload_fraction, which is 1 - device_frac"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options, error, text):
     for name in ("AdamW", "Adam", "SGD", "Lion", "Signum", "Adagrad"):
         with pytest.raises(error, match=text):
             getattr(hybridopt, name)([Parameter(torch.ones(1))], **options)
+
+
+def test_a_model_in_place_of_its_params_is_refused():
+    for name in ("AdamW", "Adam", "SGD", "Lion", "Signum", "Adagrad", "Muon"):
+        with pytest.raises(TypeError, match=r"params is a Linear, expected its .*; pass model.named_parameters\(\)"):
+            getattr(hybridopt, name)(nn.Linear(2, 2))
+    hybridopt.AdamW(nn.ParameterList([torch.ones(1)]))
 
 
 @pytest.mark.parametrize(

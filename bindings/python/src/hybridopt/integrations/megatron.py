@@ -110,7 +110,7 @@ class HybridDeviceOptimizer(OffloadOptimizer):
             options.update(options_of(making_for))
             self._has_wide_gradients = making_for.main_grads_dtype == torch.float32
         options["offload_fraction"] = float(offload_fraction)
-        self._configure(options)
+        self._configure(params, options)
         torch.optim.Optimizer.__init__(self, params, hyperparameters_of(cpu_optimizer_cls, kwargs))
         # Megatron makes the next one with **self.defaults.
         self.defaults = {**self.defaults, **given}

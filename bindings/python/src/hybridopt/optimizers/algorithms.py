@@ -62,7 +62,7 @@ class Adam(OffloadOptimizer, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         **options: Unpack[OffloadOptions],
     ) -> None:
-        self._configure(options, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._configure(params, options, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if decoupled_weight_decay and not _ADAM_HAS_DECOUPLED:
             raise TypeError(
                 f"torch {torch.__version__} has no Adam with decoupled_weight_decay; use "
@@ -127,7 +127,7 @@ class AdamW(OffloadOptimizer, torch.optim.AdamW):
         cautious_weight_decay: bool = False,
         **options: Unpack[OffloadOptions],
     ) -> None:
-        self._configure(options, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._configure(params, options, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         torch.optim.AdamW.__init__(
             self,
             params,
@@ -196,7 +196,7 @@ class SGD(OffloadOptimizer, torch.optim.SGD):
         fused: bool | None = None,
         **options: Unpack[OffloadOptions],
     ) -> None:
-        self._configure(options, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
+        self._configure(params, options, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay)
         torch.optim.SGD.__init__(
             self,
             params,
@@ -227,7 +227,7 @@ class _FromPaper(OffloadOptimizer):
         switches: dict[str, bool | None],
         **hyperparameters: Any,
     ) -> None:
-        self._configure(options, lr=lr, weight_decay=weight_decay)
+        self._configure(params, options, lr=lr, weight_decay=weight_decay)
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
         if not lr >= 0.0:
@@ -376,6 +376,7 @@ class Adagrad(OffloadOptimizer, torch.optim.Adagrad):
         **options: Unpack[OffloadOptions],
     ) -> None:
         self._configure(
+            params,
             options,
             lr=lr,
             lr_decay=lr_decay,

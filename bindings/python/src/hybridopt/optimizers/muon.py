@@ -69,7 +69,7 @@ class Muon(OffloadOptimizer):
         **options: Unpack[OffloadOptions],
     ) -> None:
         self._configure(
-            options, lr=lr, weight_decay=weight_decay, momentum=momentum, ns_coefficients=ns_coefficients, eps=eps
+            params, options, lr=lr, weight_decay=weight_decay, momentum=momentum, ns_coefficients=ns_coefficients, eps=eps
         )
         check_switch("nesterov", nesterov)
         if isinstance(lr, Tensor) and lr.numel() != 1:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import abi
 from ..base.callers import depth_of_caller
-from ..base.checks import refuse_assignment
+from ..base.checks import kind_of, refuse_assignment
 from ..base.modes import in_no_mode, refuse_capture
 from ..base.owned_hooks import Removal
 from ..engine import making, moves
@@ -79,9 +79,11 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
 
     # ---------------------------------------------------------------------------- construction --
 
-    def _configure(self, options: OffloadOptions, **hyperparameters: Any) -> None:
+    def _configure(self, params: Any, options: OffloadOptions, **hyperparameters: Any) -> None:
         """Checks the numeric arguments, and stores the options that torch does not have. Constructors call this
         before torch's constructor."""
+        if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
+            raise TypeError(f"params is {kind_of(params)}, expected its parameters; pass model.named_parameters()")
         check_arguments(**hyperparameters)
         self._options = checked(options, type(self).__name__)
         self._says_whether_to_clip = "max_grad_norm" in options

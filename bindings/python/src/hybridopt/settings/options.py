@@ -331,8 +331,8 @@ class OffloadOptions(TypedDict, total=False):
         Option(
             "str or strs",
             (),
-            """what offload() may move, one or some of "params", "grads" and "states". Room for it on the host
-            is taken with the state.""",
+            """what offload() may move, one or some of "params", "grads" and "states"; "accumulate" is "grads" with
+            room for hook_gradients(accumulate=True). Room for it on the host is taken with the state.""",
             lambda _, value: movable_words(value),
         ),
     ]
@@ -444,7 +444,7 @@ def _hint(name: str) -> str:
     """What a wrong name of an option probably means."""
     if name == "device_fraction":
         return "; device_fraction is the word of C and Rust: write offload_fraction, which is 1 - device_fraction"
-    nearest = difflib.get_close_matches(name, ROWS, 1)
+    nearest = [row for row in ROWS if name in row] or difflib.get_close_matches(name, ROWS, 1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
