@@ -58,7 +58,7 @@ const char* AdviceFor(int64_t error) {
       return "; expected a regular file";
     case ENOENT:
     case ENOTDIR:
-      return "; check the path: a file to read, and the directory of a new one, must exist";
+      return "; check the path, and make the directory first where something new goes";
     case EACCES:
     case EPERM:
       return "; give this user the permission (see chmod and chown), or choose another path";

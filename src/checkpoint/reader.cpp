@@ -173,8 +173,14 @@ Status VerifyResult::status() const {
 
 Result<Reader> Reader::Open(system::Files& files, std::string path) {
   const std::string manifest_path = path + "/" + kManifestFile;
-  HYBRIDOPT_ASSIGN(const std::string text, ReadManifest(files, manifest_path));
-  Result<Manifest> manifest = ParseManifest(text);
+  const Result<std::string> text = ReadManifest(files, manifest_path);
+  if (!text.ok() && Uninterrupted([&] { return files.Look(manifest_path); }) == -ENOENT)
+    return Status::Error(OFFLOAD_IO_FAILED,
+                         "could not open '%.500s', as it is not there; give the directory of a "
+                         "checkpoint (offload_checkpoint_newest finds the newest in a directory)",
+                         manifest_path.c_str());
+  if (!text.ok()) return text.status();
+  Result<Manifest> manifest = ParseManifest(text.value());
   if (!manifest.ok()) return AtPath(manifest_path, manifest.status());
   Reader reader(files, std::move(path), std::move(manifest.value()));
   const std::vector<Head> heads = HeadsOf(reader.manifest_);

@@ -110,8 +110,10 @@ TEST_F(InspectTest, ABadCheckpointIsNotVisited) {
   EXPECT_EQ(visits, 0);
   ExpectError(offload_checkpoint_verify(path_.c_str(), nullptr), OFFLOAD_CHECKPOINT_CORRUPT,
               "the header's hash");
-  ExpectError(offload_checkpoint_inspect("/nowhere", nullptr, nullptr, nullptr), OFFLOAD_IO_FAILED,
-              "could not open '/nowhere/manifest.json'");
+  ExpectError(
+      offload_checkpoint_inspect("/nowhere", nullptr, nullptr, nullptr), OFFLOAD_IO_FAILED,
+      "could not open '/nowhere/manifest.json', as it is not there; give the directory of a "
+      "checkpoint (offload_checkpoint_newest finds the newest in a directory)");
 }
 
 TEST_F(InspectTest, VerifyNamesDamageAndTellsProgress) {

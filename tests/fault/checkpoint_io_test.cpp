@@ -331,7 +331,7 @@ TEST_F(CheckpointIoTest, EachErrorOfASystemSaysTheWayOut) {
       {EDQUOT, "free space there, or save somewhere else"},
       {EEXIST, "choose a path that does not exist yet"},
       {ESPIPE, "expected a regular file"},
-      {ENOTDIR, "check the path: a file to read, and the directory of a new one, must exist"},
+      {ENOTDIR, "check the path, and make the directory first where something new goes"},
       {EACCES, "give this user the permission"},
       {EPERM, "give this user the permission"},
       {EROFS, "mount that file system with write access"},

@@ -32,13 +32,13 @@ void LoadSources::Differences::Add(const std::string& text) {
   if (told.size() < kDifferencesTold) told.push_back(text);
 }
 
-Status LoadSources::Differences::Tell(const std::string& path) const {
+Status LoadSources::Differences::Tell(const std::string& path, const std::string& more) const {
   if (count == 0) return {};
   std::string text;
   for (const std::string& difference : told) text += (text.empty() ? "" : "; ") + difference;
   if (count > told.size()) text += "; and " + std::to_string(count - told.size()) + " more";
-  return Status::Error(OFFLOAD_CHECKPOINT_MISMATCH, "'%.300s' is of another model: %s",
-                       path.c_str(), text.c_str());
+  return Status::Error(OFFLOAD_CHECKPOINT_MISMATCH, "'%.300s' is of another model%s: %s",
+                       path.c_str(), more.c_str(), text.c_str());
 }
 
 Status LoadSources::Open(system::Files& files, const std::string& path) {
@@ -48,12 +48,16 @@ Status LoadSources::Open(system::Files& files, const std::string& path) {
   std::unordered_map<std::string_view, const checkpoint::StoredParam*> by_name;
   for (const checkpoint::StoredParam& param : manifest.params) by_name[param.name] = &param;
   sources_.resize(table_.size());
+  bool knows_none = !manifest.params.empty();
   for (uint32_t id = 0; id < table_.size(); ++id) {
     const auto found = by_name.find(table_.param(id).name);
     sources_[id].stored = found == by_name.end() ? nullptr : found->second;
+    knows_none = knows_none && sources_[id].stored == nullptr;
     CompareParam(id);
   }
-  return differences_.Tell(path_);
+  return differences_.Tell(path_, knows_none ? ", whose params have other names, such as '" +
+                                                   manifest.params[0].name.substr(0, 128) + "'"
+                                             : "");
 }
 
 void LoadSources::CompareParam(uint32_t id) {

@@ -53,7 +53,7 @@ class LoadSources {
     uint64_t count = 0;
 
     void Add(const std::string& text);
-    Status Tell(const std::string& path) const;
+    Status Tell(const std::string& path, const std::string& more = "") const;
   };
 
   void CompareParam(uint32_t id);

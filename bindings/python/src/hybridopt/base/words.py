@@ -30,6 +30,8 @@ _PHRASES: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"; the trace is kept, call offload_optimizer_trace_stop again.*": "; give trace() another path",
     r"end it with offload_optimizer_trace_stop first": "leave its with statement first",
     r"\bgive offload_optimizer_trace_stop a path that can be written, or NULL.*": "give trace() a path that can be written",
+    r"whose params have other names, such as": "whose params have other names (model.named_parameters() gives an optimizer "
+    "those of the model), such as",
     r"call offload_optimizer_trace_start first": "begin one by trace()",
     r", or bind NULL(?: and step)?": "",
     r"call offload_optimizer_(?:commit|add_params|add_group)(?: first| before commit)?": "call step() first",
@@ -67,6 +69,7 @@ WORDS = {
     "comm_timeout_ns": "comm_timeout_seconds",
     "grad_norm_max": "max_grad_norm",
     "moment_dtype": "state_dtype",
+    "offload_checkpoint_newest": "hybridopt.abi.checkpoint_newest()",
     "offload_checkpoint_verify": "the command `hybridopt verify`",
     "offload_grads": "offload(grads=True)",
     "offload_optimizer_bind": "reload()",
