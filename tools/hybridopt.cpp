@@ -142,9 +142,9 @@ CLI::Option* AddSize(CLI::App* command, const char* name, uint64_t& bytes, const
     // Without the second condition, a negative number would be read as a very large one.
     return given.starts_with('-') ? "no" : size(given);
   };
-  command->footer("A SIZE is a whole number of bytes, as 8GiB or 2GB.");
+  command->footer("A SIZE is a whole number with a unit, as 8GiB, 1536MiB or 2GB.");
   return command->add_option(name, bytes, text)
-      ->transform(Expecting("a whole number of bytes, as 8GiB or 2GB", {check, ""}))
+      ->transform(Expecting("a whole number with a unit, as 8GiB, 1536MiB or 2GB", {check, ""}))
       ->transform({NoUnit, ""})  // CLI11 begins with the last one
       ->option_text("SIZE");
 }

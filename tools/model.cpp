@@ -230,7 +230,7 @@ Result<Model> FindModel(const std::string& text) {
   const std::string hint = nearest.empty() ? "" : " (did you mean '" + nearest + "'?)";
   return Status::Error(
       OFFLOAD_INVALID_ARGUMENT,
-      "'%.100s' is no model%s, expected a number of parameters, 1 to 1e15, as 7e9, "
+      "'%.100s' is no model%s, expected a number of parameters, 1000 to 1e15, as 7e9, "
       "7B or 350M, a path to a config.json, to safetensors or to their directory, "
       "or one of %s",
       text.c_str(), hint.c_str(), ShapeNames().c_str());

@@ -144,5 +144,5 @@ def test_too_little_or_too_much_memory_is_refused(memory):
 def test_wrong_usage():
     misuse("--device: got 'tpu', expected cuda, sim or none", "doctor", "--device", "tpu")
     misuse("--device: got '', expected cuda, sim or none", "doctor", "--device", "")
-    misuse("--memory: got 'many', expected a whole number of bytes, as 8GiB or 2GB", "doctor", "--memory", "many")
+    misuse("--memory: got 'many', expected a whole number with a unit, as 8GiB, 1536MiB or 2GB", "doctor", "--memory", "many")
     misuse("'b' was not expected: no more words belong here", "doctor", "a", "b")

@@ -848,7 +848,7 @@ def test_help_fits_into_100_columns():
         assert [line for line in text.splitlines() if len(line) > 100] == []
     assert "--host-memory SIZE" in succeed("plan", "--help")
     for command in ("doctor", "bench", "plan"):
-        assert succeed(command, "--help").rstrip().endswith("A SIZE is a whole number of bytes, as 8GiB or 2GB.")
+        assert succeed(command, "--help").rstrip().endswith("A SIZE is a whole number with a unit, as 8GiB, 1536MiB or 2GB.")
 
 
 def test_info_tells_of_the_library_and_the_machine():

@@ -168,7 +168,7 @@ def test_plan_of_a_training_on_this_machine():
 def test_plan_of_no_size(option):
     refuse(USAGE, "bytes, expected 0 to 1.0 PiB, as 8GiB", "plan", "7B", f"{option}=2PiB")
     for size in ("-5", "3s", "1.5GiB", "8 parsecs", "", "nan", "99999999TiB"):
-        misuse(f"{option}: got '{size}', expected a whole number of bytes, as 8GiB or 2GB", "plan", "7B", option, size)
+        misuse(f"{option}: got '{size}', expected a whole number with a unit, as 8GiB, 1536MiB or 2GB", "plan", "7B", option, size)
 
 
 def test_sizes_have_units():
@@ -263,7 +263,7 @@ def test_a_model_by_name(name):
 def test_a_name_that_is_not_known():
     told = "'qwen3-9b' is no model (did you mean 'qwen3-4b'?), expected a number of parameters"
     assert refuse(USAGE, told, "plan", "qwen3-9b") == "INVALID_ARGUMENT"
-    refuse(USAGE, "'colossus' is no model, expected a number", "plan", "colossus")
+    refuse(USAGE, "'colossus' is no model, expected a number of parameters, 1000 to 1e15", "plan", "colossus")
     refuse(USAGE, "or one of gpt2, gpt2-medium, ", "plan", "colossus")
     for path in ("/none", "./none", "../none", "~/none", "none/", "none.json", "none.safetensors", "/no\x1b[2J"):
         told = f"'{path.replace(chr(27), chr(92) + 'x1b')}' is not there, expected a config.json, safetensors or their"
