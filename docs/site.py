@@ -11,10 +11,13 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)((?:#[^)\s]*)?)(?=\))")
-NAME = re.compile(r"(?<![\[(`/\w])docs/(\w+\.md)(?![`\])\w])")  # a page that is named without a link
+NAME = re.compile(r"(?<!\]\()(?<![\[`/\w])docs/(\w+\.md)(?![`\]\w])")  # a page that is named without a link
 FENCE = re.compile(r" *(`{3,})")
 ITEM = re.compile(r" *([-*]|\d+\.) ")
 CODE = re.compile(r"<pre.*?</pre>|<code>.*?</code>", re.DOTALL)
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+LONG_NAME = re.compile(r"[\w.(=]{20,}(?![^<>]*>)")  # not in a tag
+JOINT = re.compile(r"(?<=[._(=])(?=\w)|(?<=[a-z])(?=[A-Z])")  # between two words of a name
 OPTION = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
 PACKAGE = ROOT / "bindings/python/src/hybridopt"
 SUBMODULES = ("__version__", "abi", "integrations", "stash")
@@ -114,14 +117,18 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Keeps an option of a command in one line: a browser breaks lines behind each hyphen."""
+    """Keeps an option of a command in one line: a browser breaks lines behind each hyphen. In tables, which would be
+    too wide for the page, a long name may break between its words."""
+
+    def break_names(cell):
+        return LONG_NAME.sub(lambda name: JOINT.sub("<wbr>", name[0]), cell[0])
 
     def mark(match):
         if match[0].startswith("<pre"):
             return match[0]
         return OPTION.sub(r'<span class="option">\g<0></span>', match[0])
 
-    return CODE.sub(mark, html)
+    return CODE.sub(mark, CELL.sub(break_names, html))
 
 
 def as_mkdocs_reads_it(text, to_root):
