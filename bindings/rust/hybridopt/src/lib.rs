@@ -4,7 +4,7 @@
 //! ```
 //! use hybridopt::{Algorithm, Context, Group, Optimizer, Param, StepOptions};
 //!
-//! fn main() -> Result<(), hybridopt::Error> {
+//! fn main() -> Result<(), Box<dyn std::error::Error>> {
 //!     let (mut weights, mut grads) = (vec![1.0f32; 8], vec![0.5f32; 8]);
 //!     let context = Context::host()?;
 //!     let mut adding = Optimizer::builder(&context, Algorithm::AdamW).create()?;
