@@ -586,6 +586,14 @@ def went(groups):
     return {name: group.get("algorithm", "muon") for group in groups for name, _ in group["params"]}
 
 
+def test_muon_groups_refuse_what_is_no_hyperparameter_of_adamw():
+    told = r"adamw of muon_groups\(\) has 'weight_deacy', expected hyperparameters of AdamW: lr, betas, .*, cautious_w"
+    with pytest.raises(ValueError, match=told):
+        hybridopt.muon_groups(Predictor(), adamw={"lr": 3e-4, "weight_deacy": 0.1})
+    every = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-7, "weight_decay": 0.1, "maximize": True}
+    assert hybridopt.muon_groups(Predictor(), adamw=every)[-1].items() >= every.items()
+
+
 def test_muon_groups_sort_a_model():
     model = Predictor()
     groups = hybridopt.muon_groups(model, adamw={"lr": 3e-4})

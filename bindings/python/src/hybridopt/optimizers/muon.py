@@ -154,6 +154,10 @@ def muon_groups(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"muon_groups() got a {type(model).__name__}, expected a model (torch.nn.Module)")
+    known = [name for name in inspect.signature(algorithms.AdamW).parameters if name not in ("params", "options")]
+    for name in adamw or {}:
+        if name not in known:
+            raise ValueError(f"adamw of muon_groups() has {shown(name)}, expected hyperparameters of AdamW: {', '.join(known)}")
     embeddings = _embeddings_of(model)
     heads = _heads_of(model, head, embeddings)
     chosen = _Chosen(stacks, {} if splits is None else splits)
