@@ -174,7 +174,9 @@ Status VerifyResult::status() const {
 Result<Reader> Reader::Open(system::Files& files, std::string path) {
   const std::string manifest_path = path + "/" + kManifestFile;
   const Result<std::string> text = ReadManifest(files, manifest_path);
-  if (!text.ok() && Uninterrupted([&] { return files.Look(manifest_path); }) == -ENOENT)
+  const auto look = [&] { return files.Look(manifest_path); };
+  if (const int looked = text.ok() ? 0 : Uninterrupted(look);
+      looked == -ENOENT || looked == -ENOTDIR)
     return Status::Error(OFFLOAD_IO_FAILED,
                          "could not open '%.500s', as it is not there; give the directory of a "
                          "checkpoint (offload_checkpoint_newest finds the newest in a directory)",

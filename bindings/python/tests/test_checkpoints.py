@@ -491,7 +491,8 @@ def test_a_missing_checkpoint_and_one_of_another_model(tmp_path):
     run(optimizer, params, [1])
     before = bits(params), state_bits(optimizer)
     hybridopt.AdamW([("weight", Parameter(torch.ones(3)))]).save_checkpoint(tmp_path / "other")
-    for path in (tmp_path / "nowhere", tmp_path):
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    for path in (tmp_path / "nowhere", tmp_path, tmp_path / "state.pt"):
         told = rf"{path}/manifest.json', as it is not there; .* \(hybridopt.abi.checkpoint_newest\(\) finds"
         with pytest.raises(abi.IoFailedError, match=told):
             optimizer.load_checkpoint(path)
