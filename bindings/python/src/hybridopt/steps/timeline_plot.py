@@ -98,10 +98,10 @@ def _plot_lanes(axes: Any, results: list[StepResult]) -> None:
             axes.broken_barh([(start_ms, busy_ms)], (row - 0.35, 0.7), color=color, linewidth=0)
         end_ms = start_ms + 1e3 * result.total_seconds
         axes.axvline(end_ms, color="black", linewidth=0.5, linestyle=":")
-        axes.text((start_ms + end_ms) / 2, -0.6, result.step, ha="center", fontsize=7)
+        axes.text((start_ms + end_ms) / 2, -0.45, result.step, ha="center", fontsize=7)
         start_ms = end_ms
     axes.set_yticks(range(len(LANES)), LANES.values())
-    axes.set_ylim(len(LANES) - 0.5, -0.9)
+    axes.set_ylim(len(LANES) - 0.5, -1.1)
     axes.set_xlim(0, max(start_ms, 1e-6))
     axes.set_xlabel("milliseconds of stepping, one step after the other")
     axes.set_title("Lanes of the last steps", loc="left")
