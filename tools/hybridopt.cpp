@@ -278,7 +278,7 @@ void AddPlan(CLI::App& app, Request& request) {
   CLI::Option* const offloaded =
       AddOffloadFraction(plan, options->offload_fraction,
                          "share of the state on the host, 0 to 1; by default the table has the\n"
-                         "least that fits, and the text above it 1");
+                         "least that fits, and the lines above it are for 1");
   plan->add_option("--device-fraction", options->device_fraction,
                    "1 less the offload fraction: the same choice in C and Rust")
       ->excludes(offloaded)

@@ -301,6 +301,10 @@ std::string CandidatesText(const Question& question, const std::vector<Candidate
     out << "offload_fraction: the least that leaves " << kReservePercent << " % of the device free"
         << (question.options.activations_bytes == 0 ? ", without activations (--activations)" : "")
         << "\n";
+  const Candidate& first = candidates.front();
+  if (ChoosesFraction(question) && first.fit.both() && first.choice.offload_fraction == 0)
+    out << "all state fits on the device: no offload is needed"
+        << (question.options.activations_bytes == 0 ? " if the activations fit too" : "") << "\n";
   if (question.machine)
     out << "step: predicted from the rates that doctor measured over "
         << Grouped(question.machine->elements()) << " params on "

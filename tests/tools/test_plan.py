@@ -406,6 +406,15 @@ def test_the_least_of_the_state_is_offloaded():
     assert "free, without activations (--activations)\n" in succeed("plan", "llama-3.1-8b", *machine)
 
 
+def test_what_fits_on_the_device_needs_no_offload():
+    told = "\nall state fits on the device: no offload is needed"
+    machine = ["--host-memory", "256GiB", "--device-memory", "80GiB"]
+    assert f"{told} if the activations fit too\n" in succeed("plan", "1e9", *machine)
+    assert f"{told}\n" in succeed("plan", "1e9", "--activations", "20GiB", *machine)
+    assert told not in succeed("plan", "llama-3.1-8b", *machine)
+    assert told not in succeed("plan", "1e9", *machine, "--offload-fraction", "0")
+
+
 def test_exact_state_comes_first():
     # All fit: split masters, which keep the same bits, leave less on the host.
     both = answer("14B", "--host-memory", "1TiB", "--device-memory", "80GiB")
