@@ -107,14 +107,15 @@ def page_text(page, runs):
 
 # Each entry: the run, the columns that become bars, the label of the axis, and a column whose value stands after the
 # label of a row.
+# A picture's result, the columns that it shows, their text, the column in parentheses, and the value with a line.
 PLOTS = {
     "iterations.svg": ("iterations", ("8 K tokens", "32 K tokens"), "time of an iteration over that with everything "
-                       "on the GPU", None),
-    "update.svg": ("peers", ("Mparam/s",), "million parameters a second (bytes a parameter)", "bytes a parameter"),
-    "fractions.svg": ("fractions", ("ms",), "ms a step, by the share of the state on the GPU", None),
+                       "on the GPU (line: 1)", None, 1),
+    "update.svg": ("peers", ("Mparam/s",), "million parameters a second (bytes a parameter)", "bytes a parameter", None),
+    "fractions.svg": ("fractions", ("ms",), "ms a step, by the share of the state on the GPU", None, None),
 }
 COLORS = ("#3465a4", "#e9a03b")
-LABEL_WIDTH, BAR_WIDTH, BAR_HEIGHT = 500, 380, 14
+BAR_WIDTH, BAR_HEIGHT, LETTER_WIDTH = 380, 14, 6.9
 
 
 def number(cell):
@@ -126,32 +127,37 @@ def svg_text(x, y, text, anchor="start", size=12):
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">{text}</text>'
 
 
-def svg_bars(run, columns, axis, noted):
+def svg_bars(run, columns, axis, noted, line):
     """Draws the rows that have a number in the first of these columns, with a bar for each column."""
     at = [run["columns"].index(column) for column in columns]
     rows = [row for row in run["rows"] if number(row[at[0]]) is not None]
     largest = max(number(row[i]) or 0 for row in rows for i in at)
+    labels = [row[0].replace("`", "") + (f" ({row[run['columns'].index(noted)]})" if noted else "") for row in rows]
+    left_of_bars = int(16 + LETTER_WIDTH * max(len(label) for label in labels))
     y, parts = 34, [svg_text(8, 20, axis)]
-    for color, column, left in zip(COLORS, columns if len(columns) > 1 else (), (LABEL_WIDTH, LABEL_WIDTH + 130)):
+    left_of_key = max(left_of_bars, int(24 + LETTER_WIDTH * len(axis)))
+    for color, column, left in zip(COLORS, columns if len(columns) > 1 else (), (left_of_key, left_of_key + 130)):
         parts.append(f'<rect x="{left}" y="9" width="12" height="12" fill="{color}"/>')
         parts.append(svg_text(left + 18, 20, column))
-    for row in rows:
-        label = row[0].replace("`", "")
-        if noted:
-            label += f" ({row[run['columns'].index(noted)]})"
-        parts.append(svg_text(LABEL_WIDTH - 8, y + BAR_HEIGHT * len(at) / 2 + 4, label, "end"))
+    for row, label in zip(rows, labels):
+        parts.append(svg_text(left_of_bars - 8, y + BAR_HEIGHT * len(at) / 2 + 4, label, "end"))
         for color, i in zip(COLORS, at):
             value = number(row[i])
             if value is not None:
                 width = BAR_WIDTH * value / largest
-                parts.append(f'<rect x="{LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT - 1}" '
+                parts.append(f'<rect x="{left_of_bars}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT - 1}" '
                              f'fill="{color}"/>')
-                parts.append(svg_text(LABEL_WIDTH + width + 4, y + BAR_HEIGHT - 3, row[i], size=11))
+                parts.append(svg_text(left_of_bars + width + 4, y + BAR_HEIGHT - 3, row[i], size=11))
             y += BAR_HEIGHT
         y += 7
+    if line is not None:
+        x = left_of_bars + BAR_WIDTH * line / largest
+        parts.append(f'<line x1="{x:.1f}" y1="30" x2="{x:.1f}" y2="{y - 4}" stroke="black" stroke-dasharray="4 3"/>')
     where = "; ".join(part for part in (run["machine"], run.get("software"), run["date"]) if part)
     parts.append(svg_text(8, y + 14, where, size=10))
-    width, height = LABEL_WIDTH + BAR_WIDTH + 60, y + 22
+    width = max(left_of_bars + BAR_WIDTH + 60, left_of_key + 260 if len(columns) > 1 else 0,
+                int(24 + 6 * max(len(where), len(axis))))
+    height = y + 22
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
                       f'font-family="sans-serif">', f'<rect width="{width}" height="{height}" fill="white"/>',
                       *parts, "</svg>", ""])
