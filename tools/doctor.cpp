@@ -248,9 +248,11 @@ void LookAtDevice(const bench::Machine& machine, const offload_context_info_t& i
 // What to do where no GPU can be used. A build without CUDA cannot know whether there is one.
 const char* MendNoGpu() {
   const bool has_cuda = std::string(offload_build_info()).ends_with(" cuda");
-  return has_cuda ? "nvidia-smi must list it; in a container: docker run --gpus all ..."
-                  : "where nvcc is: cmake -DHYBRIDOPT_CUDA=ON ..., or "
-                    "pip install -C cmake.define.HYBRIDOPT_CUDA=ON ./bindings/python";
+  return has_cuda
+             ? "nothing if there is no GPU; else nvidia-smi must list it; in a container: "
+               "docker run --gpus all ..."
+             : "nothing if there is no GPU; else, where nvcc is: cmake -DHYBRIDOPT_CUDA=ON ..., or "
+               "pip install -C cmake.define.HYBRIDOPT_CUDA=ON ./bindings/python";
 }
 
 // All measurements that need the device. A missing GPU is a line of the output too.

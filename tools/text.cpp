@@ -95,6 +95,7 @@ void Table::Print(std::ostream& out) const {
 std::string NearestWord(const std::string& word, const std::vector<std::string>& words) {
   constexpr size_t kWordMost = 32;
   constexpr size_t kDistanceMost = 2;
+  constexpr size_t kPartLeast = 4;
   std::string nearest;
   size_t least = kDistanceMost + 1;
   for (const std::string& candidate : words) {
@@ -103,7 +104,12 @@ std::string NearestWord(const std::string& word, const std::vector<std::string>&
     least = distance;
     nearest = candidate;
   }
-  return nearest;
+  const size_t begin = word.find_first_not_of('-');
+  if (!nearest.empty() || begin == std::string::npos || word.size() - begin < kPartLeast)
+    return nearest;
+  for (const std::string& candidate : words)
+    if (candidate.find(word.substr(begin)) != std::string::npos) return candidate;
+  return "";
 }
 
 std::string Quoted(const std::string& word) {

@@ -36,7 +36,7 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-// The one of `words` that is most similar to `word`; empty if none is similar.
+// The one of `words` that is most similar to `word`, or that has it as a part; empty if none is.
 std::string NearestWord(const std::string& word, const std::vector<std::string>& words);
 
 // "0.62": at most three significant digits.

@@ -810,6 +810,12 @@ def test_a_long_word_is_cut():
         (["plan"], "hybridopt plan: MODEL is required"),
         (["doctor", "--jsn"], "hybridopt doctor: '--jsn': no such option; did you mean '--json'?"),
         (["bench", "--second", "1", "x"], "hybridopt bench: '--second': no such option; did you mean '--seconds'?"),
+        (
+            ["plan", "1e9", "--fraction", "1"],
+            "hybridopt plan: '--fraction': no such option; did you mean '--offload-fraction'?",
+        ),
+        (["plan", "1e9", "--gpu-memory", "8GiB"], "hybridopt plan: '--gpu-memory': no such option"),
+        (["plan", "1e9", "--fra", "1"], "hybridopt plan: '--fra': no such option"),
         (["bench", "--second=1"], "hybridopt bench: '--second': no such option; did you mean '--seconds'?"),
         (["info", "more", "words"], "hybridopt info: 'more' was not expected: no more words belong here"),
         (["info", "--\x1b[2J"], "hybridopt info: '--\\x1b[2J': no such option"),
