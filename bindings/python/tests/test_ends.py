@@ -405,17 +405,32 @@ def test_ranks_may_let_an_optimizer_go_while_gradients_are_on_their_way_home():
     ranks.run(passes_without_a_step, 2)
 
 
+# `sys` keeps all modules, so that the interpreter clears their globals one module after the other, the last import first:
+# those of the package are gone when the model and the optimizer end, which are globals of the program.
 KEPT_TO_THE_END = """
 import sys
 import hybridopt, torch
 model = torch.nn.Linear(4, 4)
 optimizer = hybridopt.AdamW(model.named_parameters(), max_grad_norm=1.0)
+{}
+sys.kept = dict(sys.modules)
+"""
+
+TAKEN = """
 optimizer.hook_gradients()
 model(torch.ones(2, 4)).sum().backward()
-sys.kept = model, optimizer, dict(sys.modules)  # what ends after the globals of all modules
+"""
+
+UNDER_WAY = """
+optimizer.overlap(model)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+assert optimizer._engine.under_way
 """
 
 
-def test_an_interpreter_that_ends_before_the_step_of_taken_gradients_says_nothing():
-    ended = subprocess.run([sys.executable, "-c", KEPT_TO_THE_END], capture_output=True, text=True)
+@pytest.mark.parametrize("before_the_end", [TAKEN, UNDER_WAY], ids=["gradients taken", "a step under way"])
+def test_an_interpreter_that_ends_in_the_middle_of_a_step_says_nothing(before_the_end):
+    program = KEPT_TO_THE_END.format(before_the_end)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
