@@ -3,11 +3,15 @@ ended. The tests look for params, modules, optimizers, the library's objects and
 
 import contextlib
 import copy
+import faulthandler
 import gc
 import io
 import pickle
 import subprocess
 import sys
+import threading
+import time
+import weakref
 
 import models
 import pytest
@@ -25,6 +29,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import hybridopt
 from hybridopt import abi
+from hybridopt.params.tensors import local
+from hybridopt.ranks.process_group import ProcessGroupComm
 
 WIDTH = 8
 
@@ -79,6 +85,14 @@ def in_a_circle(module):
     return optimizer, overlap
 
 
+def in_a_circle_apart(module):
+    """One garbage collection ends the optimizer, the stash, and the library's objects behind them, in any order."""
+    optimizer, stash, *others = stashed(module)
+    circle = [optimizer, stash]
+    circle.append(circle)
+    return optimizer, stash, *others
+
+
 def copied(module):
     optimizer = adamw(module, overlap=module)
     optimizer.hook_gradients()
@@ -126,7 +140,7 @@ def in_check_mode(module):
 TRAININGS = [
     plain, hooked, hooked_in_a_pass, accumulating, overlapping, overlapping_from_the_start, overlapping_until_the_end,
     everything, stashed, stashed_by_name, wrapped, with_weights, with_weights_away, compiled, in_a_phase, scheduled,
-    in_a_circle, copied, loaded, failing, failing_in_hooks, closed, removed, in_check_mode,
+    in_a_circle, in_a_circle_apart, copied, loaded, failing, failing_in_hooks, closed, removed, in_check_mode,
 ]  # fmt: skip
 every_training = pytest.mark.parametrize("training", TRAININGS, ids=lambda each: each.__name__)
 
@@ -147,7 +161,7 @@ def first_training():
 
 
 # Only a garbage collection frees a reference cycle: torch's scheduler makes one, and so does dynamo.
-CIRCLES = (compiled, scheduled, in_a_circle, copied)
+CIRCLES = (compiled, scheduled, in_a_circle, in_a_circle_apart, copied)
 
 
 @every_training
@@ -403,6 +417,81 @@ def passes_without_a_step(rank, world):
 def test_ranks_may_let_an_optimizer_go_while_gradients_are_on_their_way_home():
     """gloo sent nothing more to the other rank, so that the barrier did not end."""
     ranks.run(passes_without_a_step, 2)
+
+
+def collected_in_a_comm_function(rank, world):
+    faulthandler.dump_traceback_later(60, exit=True)  # the step would wait for itself for ever
+    let_go, collected = threading.Event(), threading.Event()
+    gather = ProcessGroupComm._gather
+
+    def gather_after_collection(comm, *arguments):
+        if threading.current_thread() is not threading.main_thread() and not collected.is_set():
+            let_go.wait()
+            gc.collect()
+            collected.set()
+            time.sleep(0.1)  # the program can use params now, if nothing waits
+        return gather(comm, *arguments)
+
+    module, other = fully_shard(model()), fully_shard(model())
+    expected, optimizer = adamw(other), adamw(module, overlap=module)
+    for each in (expected, optimizer):
+        steps(module if each is optimizer else other, each)
+    optimizer.synchronize()
+    backward(module), backward(other)
+    expected.step()
+    gc.collect()
+    gc.disable()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupComm, "_gather", gather_after_collection)
+        optimizer.step()
+        handle = weakref.ref(optimizer._engine.handle)
+        circle = [optimizer]
+        circle.append(circle)
+        del each, optimizer, circle
+        let_go.set()
+        collected.wait()
+        assert models.bits(map(local, module.parameters())) == models.bits(map(local, other.parameters()))
+    assert handle() is None
+    faulthandler.cancel_dump_traceback_later()
+
+
+def test_a_garbage_collection_in_a_comm_function_may_end_the_optimizer_of_the_step():
+    """The model still waits for the step."""
+    ranks.run(collected_in_a_comm_function, 2)
+
+
+COLLECTED_IN_A_SAVE = """
+import faulthandler, gc, sys, threading
+import hybridopt, torch
+faulthandler.dump_traceback_later(60, exit=True)  # the save would wait for itself for ever
+model = torch.nn.Linear(4, 4)
+optimizer = hybridopt.AdamW(model.named_parameters())
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+let_go, collected = threading.Event(), threading.Event()
+
+def progress(done, total):
+    if not collected.is_set():
+        let_go.wait()
+        gc.collect()
+        collected.set()
+
+gc.collect()
+gc.disable()
+optimizer.save_checkpoint(sys.argv[1], wait=False, progress=progress)
+circle = [optimizer]
+circle.append(circle)
+del optimizer, circle
+let_go.set()
+collected.wait()
+"""
+
+
+def test_a_garbage_collection_in_a_progress_function_may_end_the_optimizer_of_the_save(tmp_path):
+    path = str(tmp_path / "saved")
+    ended = subprocess.run([sys.executable, "-c", COLLECTED_IN_A_SAVE, path], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    abi.checkpoint_verify(path)
 
 
 # `sys` keeps all modules, so that the interpreter clears their globals one module after the other, the last import first:

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -84,6 +85,18 @@ def ids_of(params: Iterable[int] | None) -> tuple[Any, int]:
     return (ctypes.c_uint32 * max(len(ids), 1))(*ids), len(ids)
 
 
+def outside(call: Callable[..., object], *arguments: Any) -> threading.Thread | None:
+    """Calls a function that waits for queued work. If Python has not started this thread, it is called on a thread of its
+    own, which is returned: a comm or progress function may run here, and the work that has called it would wait for
+    itself. A garbage collection ends objects on any thread."""
+    if not isinstance(threading.current_thread(), threading._DummyThread):
+        call(*arguments)
+        return None
+    thread = threading.Thread(target=call, args=arguments, name="hybridopt")
+    thread.start()
+    return thread
+
+
 def _destroy(name: str, value: int, _: Any) -> None:
     function(name)(value)  # in a forked child the library refuses this call, which has no effect
 
@@ -95,12 +108,15 @@ class Handle:
     _destroyer: str
     retold: Callable[[HybridoptError], HybridoptError] | None = None  # None: in the words of offload.h
 
-    def __init__(self, value: int) -> None:
+    def __init__(self, value: int, *uses: Any) -> None:
+        """`uses`: objects that the object of the library uses."""
         self._value: int | None = value
         self._owner = os.getpid()
         self._kept: dict[int, Any] = {}  # objects that queued work uses, by its ticket
-        # These objects are freed after the handle has been destroyed, whatever is released first.
-        self._finalizer = weakref.finalize(self, _destroy, self._destroyer, value, self._kept)
+        # These objects are freed after the handle has been destroyed, whatever is released first, and also if a garbage
+        # collection ends them together.
+        kept = self._kept, uses
+        self._finalizer = weakref.finalize(self, outside, _destroy, self._destroyer, value, kept)
         self._finalizer.atexit = False
 
     def __repr__(self) -> str:
@@ -218,9 +234,8 @@ class Optimizer(Handle):
         self.retold = context.retold
         self._call("offload_optimizer_create", context.value, fields, handle)
         self.context = context
-        self._comm = options.get("comm")  # the library calls its functions until destroy
         self._failed: dict[int, HybridoptError] = {}  # by ticket: failures that have not been raised yet
-        super().__init__(handle.value or 0)
+        super().__init__(handle.value or 0, context, options.get("comm"))
 
     def add_group(self, **group: Any) -> int:
         group_id = ctypes.c_uint32()

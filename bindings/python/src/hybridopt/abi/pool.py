@@ -20,7 +20,7 @@ class Pool(Handle):
         self.retold = context.retold
         self._call("offload_pool_create", context.value, handle)
         self.context = context
-        super().__init__(handle.value or 0)
+        super().__init__(handle.value or 0, context)
 
     def alloc(self, bytes: int) -> int:
         data = ctypes.c_void_p()

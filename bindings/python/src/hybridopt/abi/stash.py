@@ -29,7 +29,7 @@ class Stash(Handle):
         self.retold = context.retold
         self._call("offload_stash_create", context.value, fields, handle)
         self.context = context
-        super().__init__(handle.value or 0)
+        super().__init__(handle.value or 0, context)
 
     def push(self, data: int, bytes: int, stream: int = 0, lane: int = 0) -> int:
         """Queues the copy to the host: its ticket, or 0 if the stash has no room for it."""

@@ -36,6 +36,7 @@ class Keeper(Protocol):
 def _used(tensors: list[Tensor], operation: str) -> None:
     for each in list(_all):
         each.note_use(tensors, operation)
+    _await_ending()
 
 
 _traps = Traps(_used)
@@ -85,7 +86,8 @@ class UnderWay:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         self._wait_at_end()
-        if not is_finalizing():  # else modules may have no globals any more, and no code uses a param
+        # At the end of the interpreter modules may have no globals any more, and no code uses a param.
+        if not is_finalizing() and not any(thread.is_alive() for thread in _ending):
             self._take_traps_back(self._pending.values())
 
     def __bool__(self) -> bool:
@@ -245,6 +247,7 @@ _all: weakref.WeakSet[UnderWay] = weakref.WeakSet()
 def _before_fork() -> None:
     for each in list(_all):
         each.finish_before_fork()
+    _await_ending()
 
 
 os.register_at_fork(before=_before_fork)
@@ -265,9 +268,25 @@ def wait_at_end(owner: object, handle: abi.Optimizer, memory: InUse) -> weakref.
     return weakref.finalize(owner, _end, handle, memory, os.getpid())
 
 
+# Threads that wait for the work of optimizers that have ended on a thread that cannot wait. Params of theirs keep their
+# traps, and a use of one waits for these threads.
+_ending: set[threading.Thread] = set()
+
+
 def _end(handle: abi.Optimizer, memory: InUse, process: int) -> None:
-    if not memory or os.getpid() != process or handle.closed:
-        return
+    if memory and os.getpid() == process and not handle.closed:
+        thread = abi.outside(_drain, handle, memory)
+        if thread is not None:
+            _ending.add(thread)
+
+
+def _await_ending() -> None:
+    for thread in list(_ending):
+        thread.join()
+        _ending.discard(thread)
+
+
+def _drain(handle: abi.Optimizer, memory: InUse) -> None:
     try:
         handle.drain()
     except abi.HybridoptError as error:
