@@ -182,6 +182,9 @@ TEST_F(BesideASave, WithRoomForAllStepsDoNotWaitForIt) {
         ASSERT_EQ(rig_->Read(rig_->data[id], bytes), solved_->trace[kSteps].params[id].data);
         rig_->Write(rig_->data[id], Bytes(bytes, std::byte{255}));
       }
+      // Nor does a stream behind the save, since all that is the caller's has been copied.
+      MUST(offload_optimizer_stream_wait(rig_->optimizer(), save_, nullptr, nullptr, 0));
+      EXPECT_EQ(offload_stream_synchronize(rig_->context(), nullptr, kLongNs), OFFLOAD_OK);
       files_.before_reading = false;
       rig_->Wait(save_);
       EXPECT_EQ(SavedDifference(), "");

@@ -112,9 +112,6 @@ Status StreamedExecutor::Begin(const HostStep& step) {
   if (taken_ == 0 && !(on() && shape_.options.streams_disk())) return {};
   HYBRIDOPT_TRY(device_.Record(lanes_.verdict_set, lanes_.compute));
   HYBRIDOPT_TRY(device_.StreamWait(lanes_.state_update, lanes_.verdict_set));
-  // Matrices of the device's share are updated first, in the workspace that these updates use too.
-  if (shape_.device_matrix_bytes > 0)
-    HYBRIDOPT_TRY(device_.StreamWait(lanes_.state_update, lanes_.device_updated.end));
   step_ = &step;
   side_threads_.Begin(*this);
   return {};

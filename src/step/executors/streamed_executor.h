@@ -57,8 +57,9 @@ class StreamedExecutor final : private SideThreads::Work {
   Status CopyAhead();
   Status AwaitCopiedAhead();
   // Updates chunks on a side thread until the queue is empty, and reports the progress of each
-  // chunk in order. The work that is on the compute stream now sets the device's verdict. `step`
-  // must live until Await, which adds times and counts to the result.
+  // chunk in order. The updates wait for what is on the compute stream now: it sets the device's
+  // verdict, and updates matrices in the workspace that matrices of chunks use too. `step` must
+  // live until Await, which adds times and counts to the result.
   Status Begin(const HostStep& step);
   Status Await(offload_step_result_t* result);
 
