@@ -108,8 +108,11 @@ def test_what_is_recorded_is_what_the_file_has(tmp_path, device):
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     bars = [event for event in events if event["ph"] == "X"]
     of_file = {}
+    assert not {0, events[0]["pid"]} & set(names)  # Perfetto shows threads 0 and 1 of process 1 in one row
     for number, name in names.items():
         mine = [(b["ts"], b["ts"] + b["dur"], b["name"]) for b in bars if b["tid"] == number]
+        for begin, end, _ in mine:  # Perfetto leaves out what begins in another bar and ends behind it
+            assert not any(other[0] < begin - 1e-6 < other[1] - 2e-6 < end - 3e-6 for other in mine)
         waits = covered([b[:2] for b in mine if b[2].startswith(("await ", "wait"))])
         busy = covered([b[:2] for b in mine]) - waits
         copied = sum(b["args"].get("bytes", 0) for b in bars if b["tid"] == number)

@@ -1,9 +1,12 @@
 #include "machine/trace/trace_file.h"
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdarg>
 #include <cstdio>
+#include <map>
 #include <set>
+#include <vector>
 
 #include "checkpoint/file_io.h"
 #include "checkpoint/format/json.h"
@@ -63,8 +66,12 @@ void AppendHead(const TraceRecord& record, const char* device, std::string* json
   *json += "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":1,\"args\":{\"name\":\"hybridopt\"}}";
 }
 
+// The number of a row's thread. Viewers show the thread that has the process's number, 1, as the
+// main one, and thread 0 in its row.
+uint32_t ThreadOf(TraceRow row) { return 2 + static_cast<uint32_t>(row); }
+
 void AppendRow(TraceRow row, std::string* json) {
-  const auto number = static_cast<uint32_t>(row);
+  const uint32_t number = ThreadOf(row);
   Append(json, ",\n{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":1,\"tid\":%u,\"args\":{\"name\":",
          number);
   checkpoint::AppendJsonString(json, NameOf(row));
@@ -76,12 +83,32 @@ void AppendEvent(const TraceEvent& event, int64_t begin_ns, std::string* json) {
   *json += ",\n{\"ph\":\"X\",\"name\":";
   checkpoint::AppendJsonString(json, event.name);
   Append(json, ",\"pid\":1,\"tid\":%u,\"ts\":%.3f,\"dur\":%.3f,\"args\":{\"step\":%" PRIu64,
-         static_cast<uint32_t>(event.row), static_cast<double>(event.begin_ns - begin_ns) * 1e-3,
+         ThreadOf(event.row), static_cast<double>(event.begin_ns - begin_ns) * 1e-3,
          static_cast<double>(event.end_ns - event.begin_ns) * 1e-3, event.step);
   if (event.chunk != TraceEvent::kNoChunk) Append(json, ",\"chunk\":%u", event.chunk);
   if (event.bytes != 0) Append(json, ",\"bytes\":%" PRIu64, event.bytes);
   *json += "}}";
 }
+
+// Viewers leave out an event that begins inside another one of its row and ends behind it. Where
+// two threads queue copies on one stream, their work there may look like that: the later work is
+// then shown from the end of the earlier work on, since a stream does one after the other.
+class Apart {
+ public:
+  // To be called for all events, in the order of their beginnings.
+  TraceEvent operator()(TraceEvent event) {
+    std::vector<int64_t>& open = open_[event.row];
+    while (!open.empty() && open.back() < event.end_ns) {
+      event.begin_ns = std::max(event.begin_ns, open.back());
+      open.pop_back();
+    }
+    open.push_back(event.end_ns);
+    return event;
+  }
+
+ private:
+  std::map<TraceRow, std::vector<int64_t>> open_;  // the ends of events, the outermost first
+};
 
 // Removes a file at the end of a function, also if the function ends with an exception.
 class Removing {
@@ -102,8 +129,9 @@ Status WriteEvents(checkpoint::TextFile& file, const TraceRecord& record, const 
   std::set<TraceRow> rows;
   for (const TraceEvent& event : record.events) rows.insert(event.row);
   for (TraceRow row : rows) AppendRow(row, &json);
+  Apart apart;
   for (const TraceEvent& event : record.events) {
-    AppendEvent(event, record.begin_ns, &json);
+    AppendEvent(apart(event), record.begin_ns, &json);
     if (json.size() < kWriteBytes) continue;
     HYBRIDOPT_TRY(file.Append(json));
     json.clear();
