@@ -240,6 +240,40 @@ TEST(TraceTest, MovesTellTheirBytes) {
   EXPECT_EQ(picture.Bytes("reload states"), stats.reloaded_bytes);
 }
 
+// The state of the chunk goes up, to the save's buffer, and down again.
+TEST(TraceTest, AChunkBehindASaveIsPutAsideBeforeItsUpdate) {
+  const TemporaryDirectory directory;
+  const Solved solved(ProblemOf(0));
+  HeldFiles files;
+  LifecycleSetting setting = SettingOf(0, OFFLOAD_EXECUTORS_STREAMED);
+  setting.optimizer.device_fraction = 0;
+  setting.optimizer.save_buffer_bytes = UINT64_MAX;
+  setting.files = &files;
+  LifecycleRig rig(solved.problem, setting);
+  (void)rig.StepOnce(solved.problem.steps[0]);
+  files.before_reading = true;
+  const offload_ticket_t save = rig.Save(directory / "saved");
+  Start(rig);
+  const offload_ticket_t step =
+      rig.Step((rig.NewGrads(solved.problem.steps[1]), rig.BindAll(), solved.problem.steps[1]));
+  rig.Wait(step);
+  files.before_reading = false;
+  rig.Wait(save);
+  const Picture picture = Stop(rig, directory / "trace.json");
+  uint64_t aside_bytes = 0;
+  for (const Event& event : picture.Find("put aside", 2)) {
+    if (event.row != "stream: copies down") continue;
+    aside_bytes += event.bytes;
+    const Event up = picture.Find("state up", 2, event.chunk).at(0);
+    const Event update = picture.Find("update state", 2, event.chunk).at(0);
+    EXPECT_LE(up.end_us, event.begin_us + 0.01);
+    EXPECT_LE(event.end_us, update.begin_us + 0.01);
+  }
+  uint64_t state_bytes = 0;  // masters and two moments
+  for (const uint64_t count : kCounts) state_bytes += 3 * count * sizeof(float);
+  EXPECT_EQ(aside_bytes, state_bytes);
+}
+
 // Early updates, a save that runs, and a caller that does not wait.
 TEST(TraceTest, NoBitDependsOnIt) {
   const TemporaryDirectory directory;

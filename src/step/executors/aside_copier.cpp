@@ -45,10 +45,14 @@ Status AsideCopier::QueueChunk(Capture& capture, uint32_t chunk, const std::byte
   const TraceRange range(lanes_.trace(), TraceRow::kDeviceRing, "put aside", chunk);
   const auto ranges = [&](Capture::Visit visit) { VisitChunk(chunk, visit); };
   if (!capture.PutAside(ranges)) return {};
+  TraceWork work(lanes_.trace(), TraceRow::kCopiesDown, lanes_.down, "put aside", chunk);
+  const uint64_t before_bytes = down_bytes_;
   Status status;
   for (const Fragment& fragment : plan_.fragments(chunk))
     if (status.ok() && plan_.param(fragment.param).active)
       status = QueueFragment(capture, plan_.chunks().chunks[chunk], fragment, data);
+  work.AddBytes(down_bytes_ - before_bytes);
+  work.End();
   if (status.ok()) status = RecordCopied();
   status.ok() ? capture.CopiedBehind(ranges, copied_) : capture.Withdraw(ranges);
   HYBRIDOPT_TRY(status);
@@ -130,10 +134,12 @@ Status AsideCopier::CopyArray(const Capture& capture, uint32_t id, StateSlot slo
   Status status;
   const auto bring = [&](const Run& run) {
     if (!status.ok() || run.bytes == 0) return;
-    if (run.on_device)
-      status = device_.CopyToHost(lanes_.down, run.to, run.from, run.bytes);
-    else
+    if (!run.on_device) {
       std::memcpy(run.to, run.from, run.bytes);
+      return;
+    }
+    status = device_.CopyToHost(lanes_.down, run.to, run.from, run.bytes);
+    down_bytes_ += run.bytes;
   };
   Run run;  // slots that follow each other get one copy
   capture.ForEachCopy(

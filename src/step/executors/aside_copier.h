@@ -66,6 +66,7 @@ class AsideCopier {
   Lanes& lanes_;
   Device& device_;                // outlives the lanes
   EventHandle copied_ = nullptr;  // NULL: there is no buffer, or no device memory
+  uint64_t down_bytes_ = 0;       // that have been copied from the device
 };
 
 }  // namespace hybridopt
