@@ -31,6 +31,7 @@ import hybridopt
 from hybridopt import abi
 from hybridopt.params.tensors import local
 from hybridopt.ranks.process_group import ProcessGroupComm
+from hybridopt.traps.trap import Trap
 
 WIDTH = 8
 
@@ -419,6 +420,17 @@ def test_ranks_may_let_an_optimizer_go_while_gradients_are_on_their_way_home():
     ranks.run(passes_without_a_step, 2)
 
 
+def before_a_step():
+    """Two equal models, of which the second one has had the step that the optimizer of the first one is about to make."""
+    module, other = fully_shard(model()), fully_shard(model())
+    expected, optimizer = adamw(other), adamw(module, overlap=module)
+    steps(other, expected), steps(module, optimizer)
+    optimizer.synchronize()
+    backward(other), backward(module)
+    expected.step()
+    return module, other, optimizer
+
+
 def collected_in_a_comm_function(rank, world):
     faulthandler.dump_traceback_later(60, exit=True)  # the step would wait for itself for ever
     let_go, collected = threading.Event(), threading.Event()
@@ -432,13 +444,7 @@ def collected_in_a_comm_function(rank, world):
             time.sleep(0.1)  # the program can use params now, if nothing waits
         return gather(comm, *arguments)
 
-    module, other = fully_shard(model()), fully_shard(model())
-    expected, optimizer = adamw(other), adamw(module, overlap=module)
-    for each in (expected, optimizer):
-        steps(module if each is optimizer else other, each)
-    optimizer.synchronize()
-    backward(module), backward(other)
-    expected.step()
+    module, other, optimizer = before_a_step()
     gc.collect()
     gc.disable()
     with pytest.MonkeyPatch.context() as patch:
@@ -447,10 +453,13 @@ def collected_in_a_comm_function(rank, world):
         handle = weakref.ref(optimizer._engine.handle)
         circle = [optimizer]
         circle.append(circle)
-        del each, optimizer, circle
+        del optimizer, circle
         let_go.set()
         collected.wait()
         assert models.bits(map(local, module.parameters())) == models.bits(map(local, other.parameters()))
+    for each in threading.enumerate():
+        if each.name == "hybridopt":  # it ends the optimizer
+            each.join()
     assert handle() is None
     faulthandler.cancel_dump_traceback_later()
 
@@ -460,8 +469,46 @@ def test_a_garbage_collection_in_a_comm_function_may_end_the_optimizer_of_the_st
     ranks.run(collected_in_a_comm_function, 2)
 
 
+def let_go_on_another_thread(rank, world, collects):
+    waits, gather, drain = threading.Event(), ProcessGroupComm._gather, abi.Optimizer.drain
+
+    def gather_later(comm, *arguments):
+        if threading.current_thread() is not threading.main_thread():
+            waits.wait()
+            time.sleep(0.1)  # the program can use params now, if nothing waits
+        return gather(comm, *arguments)
+
+    def drain_seen(handle, *arguments):
+        waits.set()
+        drain(handle, *arguments)
+
+    module, other, optimizer = before_a_step()
+    gc.collect()
+    gc.disable()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupComm, "_gather", gather_later)
+        patch.setattr(abi.Optimizer, "drain", drain_seen)
+        optimizer.step()
+        kept = [optimizer]
+        end = threading.Thread(target=gc.collect if collects else kept.clear)
+        if collects:
+            kept.append(kept)
+            del kept
+        del optimizer
+        end.start()
+        waits.wait()
+        assert models.bits(map(local, module.parameters())) == models.bits(map(local, other.parameters()))
+        end.join()
+    assert not [each for each in map(local, module.parameters()) if isinstance(each, Trap)]
+
+
+@pytest.mark.parametrize("collects", [False, True], ids=["its last reference", "a garbage collection"])
+def test_the_model_waits_for_a_step_whose_optimizer_ends_on_another_thread(collects):
+    ranks.run(let_go_on_another_thread, 2, collects)
+
+
 COLLECTED_IN_A_SAVE = """
-import faulthandler, gc, sys, threading
+import faulthandler, gc, sys, threading, time
 import hybridopt, torch
 faulthandler.dump_traceback_later(60, exit=True)  # the save would wait for itself for ever
 model = torch.nn.Linear(4, 4)
@@ -475,6 +522,8 @@ def progress(done, total):
         let_go.wait()
         gc.collect()
         collected.set()
+        threading.main_thread().join()
+        time.sleep(0.1)  # the process can end now, if nothing waits
 
 gc.collect()
 gc.disable()

@@ -31,7 +31,7 @@ from ..params.bound import Leaving
 from ..params.registered import Slot
 from ..params.taken import Taken, owns_storage, refuse_written, written_of
 from ..params.tensors import local
-from ..steps.under_way import wait_at_end
+from ..steps.under_way import WaitAtEnd
 from ..traps.clipping import note_taken
 from .micro_batches import MicroBatches, refuse_another_pass
 
@@ -146,7 +146,7 @@ class GradientHooks:
         self._graph_task = -1  # the backward pass at whose end the batch is offloaded
         self._in_flight: InFlight = collections.deque()  # copies that may still be under way
         self._written: str | None = None  # a param whose gradient other code has written while it was in flight
-        self._wait_at_end: weakref.finalize | None = None
+        self._wait_at_end: WaitAtEnd | None = None
         self._begun = False  # whether a gradient for the next step has been collected
         self.grad_scaler = grad_scaler
 
@@ -154,7 +154,7 @@ class GradientHooks:
         """Hooks the params of an engine, instead of those of the engine before."""
         if self._wait_at_end is not None:
             self._wait_at_end.detach()
-        self._wait_at_end = wait_at_end(self, engine.handle, self._in_flight)
+        self._wait_at_end = WaitAtEnd(self, engine.handle, self._in_flight)
         self._param_hooks.attach(slot.param for slot in engine.slots)
 
     def remove(self) -> None:

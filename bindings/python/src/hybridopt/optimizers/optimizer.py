@@ -211,7 +211,6 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
             with self._telling_rank():
                 self._engine.under_way.wait(slots, streams)
 
-    @in_no_mode
     def _finish_for_use(self) -> None:
         """Does what _finish() does, for code outside of modules that is about to use a param."""
         if self._engine is not None and self._engine.under_way is not None:

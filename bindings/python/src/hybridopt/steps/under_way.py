@@ -3,6 +3,7 @@ the program has waited for them."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -36,7 +37,7 @@ class Keeper(Protocol):
 def _used(tensors: list[Tensor], operation: str) -> None:
     for each in list(_all):
         each.note_use(tensors, operation)
-    _await_ending()
+    _await_ended()
 
 
 _traps = Traps(_used)
@@ -82,12 +83,12 @@ class UnderWay:
         self._lock = threading.RLock()  # a param may be used in any thread
         _all.add(self)
         self._memory: Memory = {}
-        self._wait_at_end = wait_at_end(self, handle, self._memory)
+        self._wait_at_end = WaitAtEnd(self, handle, self._memory)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         self._wait_at_end()
         # At the end of the interpreter modules may have no globals any more, and no code uses a param.
-        if not is_finalizing() and not any(thread.is_alive() for thread in _ending):
+        if not is_finalizing() and self._wait_at_end.is_over:
             self._take_traps_back(self._pending.values())
 
     def __bool__(self) -> bool:
@@ -123,6 +124,8 @@ class UnderWay:
         keeper = None if self._keeper is None else self._keeper()
         if slot is not None and keeper is not None:
             keeper.used(slot, operation)
+        if slot is not None and self.is_pending(slot):  # the keeper or the optimizer has ended
+            self.finish_for_use()
 
     def is_pending(self, slot: Slot) -> bool:
         """Whether the program has not waited for this param yet."""
@@ -156,6 +159,7 @@ class UnderWay:
         """Waits for all params of the step."""
         self.wait(list(self._pending))
 
+    @in_no_mode
     def finish_for_use(self) -> None:
         """Waits for all params of the step, because code outside of modules uses one of them. That code may write
         the param through `.data`, which leaves no trace, so the step must have ended before. On a GPU the code may
@@ -247,7 +251,7 @@ _all: weakref.WeakSet[UnderWay] = weakref.WeakSet()
 def _before_fork() -> None:
     for each in list(_all):
         each.finish_before_fork()
-    _await_ending()
+    _await_ended()
 
 
 os.register_at_fork(before=_before_fork)
@@ -261,34 +265,60 @@ class InUse(Protocol):
     def clear(self) -> None: ...
 
 
-def wait_at_end(owner: object, handle: abi.Optimizer, memory: InUse) -> weakref.finalize:
-    """The end of the owner or of the process would free memory that queued work uses, so this finalizer waits for the
-    work. `memory` must not refer to a param: a param may refer to the optimizer, and then the process would keep
-    both."""
-    return weakref.finalize(owner, _end, handle, memory, os.getpid())
+class WaitAtEnd:
+    """Waits for queued work before the end of an object, its owner, or of the process frees memory that this work uses.
+    Code on another thread may go on meanwhile: params of the owner keep their traps, and a use of one waits too."""
+
+    def __init__(self, owner: object, handle: abi.Optimizer, memory: InUse) -> None:
+        """`memory` must not refer to a param: a param may refer to the optimizer, and then the process would keep both."""
+        self._handle = handle
+        self._memory = memory
+        self._process = os.getpid()
+        self._finalizer = weakref.finalize(owner, self._end)
+        _waits.add(self)
+
+    def __call__(self) -> None:
+        """The owner ends."""
+        self._finalizer()
+
+    def detach(self) -> None:
+        """The end of the owner does not wait any more."""
+        self._finalizer.detach()
+        _waits.discard(self)
+
+    @property
+    def is_over(self) -> bool:
+        return self not in _waits
+
+    @property
+    def owner_has_ended(self) -> bool:
+        return self._finalizer.peek() is None
+
+    def wait(self) -> None:
+        """Waits for the work, if it may still be under way."""
+        if self._memory and not self._handle.closed:
+            self._handle.drain()
+
+    def _end(self) -> None:
+        if self._memory and os.getpid() == self._process:
+            abi.outside(self._wait_and_free)
+        else:
+            _waits.discard(self)
+
+    def _wait_and_free(self) -> None:
+        try:
+            self.wait()
+        except abi.HybridoptError as error:
+            _log.error("work that nobody has waited for: %s", error)
+        self._memory.clear()
+        _waits.discard(self)
 
 
-# Threads that wait for the work of optimizers that have ended on a thread that cannot wait. Params of theirs keep their
-# traps, and a use of one waits for these threads.
-_ending: set[threading.Thread] = set()
+_waits: set[WaitAtEnd] = set()  # those that are not over
 
 
-def _end(handle: abi.Optimizer, memory: InUse, process: int) -> None:
-    if memory and os.getpid() == process and not handle.closed:
-        thread = abi.outside(_drain, handle, memory)
-        if thread is not None:
-            _ending.add(thread)
-
-
-def _await_ending() -> None:
-    for thread in list(_ending):
-        thread.join()
-        _ending.discard(thread)
-
-
-def _drain(handle: abi.Optimizer, memory: InUse) -> None:
-    try:
-        handle.drain()
-    except abi.HybridoptError as error:
-        _log.error("work that nobody has waited for: %s", error)
-    memory.clear()
+def _await_ended() -> None:
+    for each in list(_waits):
+        if each.owner_has_ended:
+            with contextlib.suppress(abi.HybridoptError):  # the end of the owner logs it
+                each.wait()
