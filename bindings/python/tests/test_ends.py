@@ -19,7 +19,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from remains import (
-    Remains, accumulating, adamw, assert_that_nothing_piles_up, backward, closed, everything, failing, forget_failed_pass,
+    PATIENCE_SECONDS, Remains, accumulating, adamw, assert_that_nothing_piles_up, backward, closed, everything, failing, forget_failed_pass,
     hooked, hooked_in_a_pass, in_a_phase, overlapping, plain, resident_bytes, stash_of, stashed, stashed_by_name, steps,
     with_weights_away, wrapped,
 )  # fmt: skip
@@ -457,9 +457,9 @@ def collected_in_a_comm_function(rank, world):
         let_go.set()
         collected.wait()
         assert models.bits(map(local, module.parameters())) == models.bits(map(local, other.parameters()))
-    for each in threading.enumerate():
-        if each.name == "hybridopt":  # it ends the optimizer
-            each.join()
+    end = time.monotonic() + PATIENCE_SECONDS
+    while handle() is not None and time.monotonic() < end:
+        time.sleep(0.001)
     assert handle() is None
     faulthandler.cancel_dump_traceback_later()
 
@@ -505,6 +505,31 @@ def let_go_on_another_thread(rank, world, collects):
 @pytest.mark.parametrize("collects", [False, True], ids=["its last reference", "a garbage collection"])
 def test_the_model_waits_for_a_step_whose_optimizer_ends_on_another_thread(collects):
     ranks.run(let_go_on_another_thread, 2, collects)
+
+
+COLLECTED_IN_THREADING = """
+import _thread, contextlib, faulthandler, threading
+from hybridopt import abi
+faulthandler.dump_traceback_later(60, exit=True)
+called = threading.Event()
+
+def end():
+    locks = [each for name, each in vars(threading).items() if name.endswith("_lock") and hasattr(each, "release")]
+    assert locks
+    with contextlib.ExitStack() as held:
+        for each in locks:
+            held.enter_context(each)
+        abi.outside(called.set)
+
+_thread.start_new_thread(end, ())
+called.wait()
+"""
+
+
+def test_a_garbage_collection_in_a_function_of_threading_may_end_objects():
+    """The thread holds locks that threading.Thread.start() takes."""
+    ended = subprocess.run([sys.executable, "-c", COLLECTED_IN_THREADING], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 COLLECTED_IN_A_SAVE = """

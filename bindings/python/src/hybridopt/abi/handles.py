@@ -3,6 +3,7 @@ that is not given is 0, which means the documented default."""
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import ctypes
@@ -85,16 +86,30 @@ def ids_of(params: Iterable[int] | None) -> tuple[Any, int]:
     return (ctypes.c_uint32 * max(len(ids), 1))(*ids), len(ids)
 
 
-def outside(call: Callable[..., object], *arguments: Any) -> threading.Thread | None:
+_calls: set[threading.Event] = set()  # of outside(): those that have not returned
+os.register_at_fork(after_in_child=_calls.clear)
+
+
+def outside(call: Callable[..., object], *arguments: Any) -> None:
     """Calls a function that waits for queued work. If Python has not started this thread, it is called on a thread of its
-    own, which is returned: a comm or progress function may run here, and the work that has called it would wait for
-    itself. A garbage collection ends objects on any thread."""
-    if not isinstance(threading.current_thread(), threading._DummyThread):
+    own: a comm or progress function may run here, and the work that has called it would wait for itself. A garbage
+    collection ends objects on any thread. The interpreter does not end before the call has."""
+    # It may also end them in the middle of functions of `threading`, so this uses none that take a lock.
+    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+    if thread is not None and not isinstance(thread, threading._DummyThread):
         call(*arguments)
-        return None
-    thread = threading.Thread(target=call, args=arguments, name="hybridopt")
-    thread.start()
-    return thread
+        return
+    returned = threading.Event()
+    _calls.add(returned)
+    _thread.start_new_thread(_call, (returned, call, arguments))
+
+
+def _call(returned: threading.Event, call: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    try:
+        call(*arguments)
+    finally:
+        _calls.discard(returned)
+        returned.set()
 
 
 def _destroy(name: str, value: int, _: Any) -> None:
@@ -506,3 +521,5 @@ def _finish_transfers() -> None:
                 optimizer.wait(ticket)
             except HybridoptError as error:
                 _log.error("a save that was not waited for: %s", error)
+    for returned in list(_calls):
+        returned.wait()
