@@ -1,6 +1,7 @@
 """A training leaves nothing behind, in whatever order its model and its optimizer are released, and however it has
 ended. The tests look for params, modules, optimizers, the library's objects and threads one by one."""
 
+import _thread
 import contextlib
 import copy
 import faulthandler
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import weakref
 
 import models
@@ -29,6 +31,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import hybridopt
 from hybridopt import abi
+from hybridopt.abi import handles
 from hybridopt.params.tensors import local
 from hybridopt.ranks.process_group import ProcessGroupComm
 from hybridopt.traps.trap import Trap
@@ -530,6 +533,24 @@ def test_a_garbage_collection_in_a_function_of_threading_may_end_objects():
     """The thread holds locks that threading.Thread.start() takes."""
     ended = subprocess.run([sys.executable, "-c", COLLECTED_IN_THREADING], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_the_interpreter_waits_for_no_thread_that_could_not_start(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    def on_a_thread_of_the_library():
+        try:
+            abi.outside(told.append, "called")
+        except RuntimeError as error:
+            told.append(str(error))
+        over.set()
+
+    told, over = [], threading.Event()
+    monkeypatch.setattr(handles, "_thread", types.SimpleNamespace(start_new_thread=refuse))
+    _thread.start_new_thread(on_a_thread_of_the_library, ())
+    over.wait()
+    assert told == ["can't start new thread"] and not handles._calls
 
 
 COLLECTED_IN_A_SAVE = """

@@ -101,7 +101,11 @@ def outside(call: Callable[..., object], *arguments: Any) -> None:
         return
     returned = threading.Event()
     _calls.add(returned)
-    _thread.start_new_thread(_call, (returned, call, arguments))
+    try:
+        _thread.start_new_thread(_call, (returned, call, arguments))
+    except BaseException:
+        _calls.discard(returned)
+        raise
 
 
 def _call(returned: threading.Event, call: Callable[..., object], arguments: tuple[Any, ...]) -> None:
