@@ -1,11 +1,13 @@
 """The comm table over a process group: real processes, gloo, the library's own thread."""
 
 import ctypes
+import datetime
 import gc
 import os
 import struct
 import subprocess
 import sys
+import weakref
 
 import pytest
 import ranks
@@ -257,6 +259,23 @@ def test_a_rank_that_dies_fails_the_step_which_changes_nothing(tmp_path):
     assert "rank 0 of 2: comm.sum returned 31; another rank has failed or is gone" in text
     assert data.tolist() == [1.0] * 8
     assert cause
+
+
+def tensors_outlive_later_calls(rank, world):
+    group = ProcessGroupComm()._gloo
+
+    def gather():
+        return group.all_gather(torch.ones(1, dtype=torch.float64), datetime.timedelta(seconds=30))
+
+    first = [weakref.ref(each) for each in gather()]
+    for _ in range(3):
+        gather()
+    assert all(each() is not None for each in first)
+
+
+def test_tensors_of_a_call_outlive_later_calls():
+    """A thread of torch that is late would free them, which at the end of the process ends it by SIGABRT."""
+    ranks.run(tensors_outlive_later_calls, 2)
 
 
 EXIT_PROGRAM = """

@@ -7,6 +7,7 @@ destroyed here: the next optimizer over the same ranks takes it when the optimiz
 
 from __future__ import annotations
 
+import collections
 import datetime
 import weakref
 from typing import Any
@@ -21,6 +22,8 @@ TAKEN = -1
 # Ranks tell each other of this number of groups. If more optimizers exist at the same time, their groups are used only
 # once.
 MOST_GROUPS = 64
+# The number of calls of a group whose tensors are kept.
+KEPT_CALLS = 16
 
 
 class GlooGroup:
@@ -31,7 +34,7 @@ class GlooGroup:
         # torch owns the group: it ends with destroy_process_group().
         self._group = weakref.ref(group)
         self._calls = 0
-        self._last: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # the tensors of the last call
+        self._latest: collections.deque[object] = collections.deque(maxlen=KEPT_CALLS)  # their tensors
         self._has_failed = False
         self._user: weakref.ref[object] | None = None
 
@@ -67,10 +70,10 @@ class GlooGroup:
         options = c10d.AllgatherOptions()
         options.timeout = timeout
         self._calls += 1
-        # These tensors live until the next call. torch's thread drops its references a moment after the wait. If they
-        # were the last references, this thread would need the interpreter; at the end of the process that would
-        # terminate it.
-        self._last = own, gathered
+        # These tensors outlive the call. torch's thread drops its references a moment after the wait, and on a busy
+        # machine other threads of torch make several calls before. If they were the last references, this thread would
+        # need the interpreter; at the end of the process that would terminate it.
+        self._latest.append((own, gathered))
         group.allgather([gathered], [own], options).wait(timeout)
         return gathered
 
