@@ -7,8 +7,8 @@ destroyed here: the next optimizer over the same ranks takes it when the optimiz
 
 from __future__ import annotations
 
-import collections
 import datetime
+import time
 import weakref
 from typing import Any
 
@@ -22,8 +22,6 @@ TAKEN = -1
 # Ranks tell each other of this number of groups. If more optimizers exist at the same time, their groups are used only
 # once.
 MOST_GROUPS = 64
-# The number of calls of a group whose tensors are kept.
-KEPT_CALLS = 16
 
 
 class GlooGroup:
@@ -34,7 +32,7 @@ class GlooGroup:
         # torch owns the group: it ends with destroy_process_group().
         self._group = weakref.ref(group)
         self._calls = 0
-        self._latest: collections.deque[object] = collections.deque(maxlen=KEPT_CALLS)  # their tensors
+        self._last: tuple[torch.Tensor, list[torch.Tensor]] | None = None  # the tensors of the last call
         self._has_failed = False
         self._user: weakref.ref[object] | None = None
 
@@ -70,12 +68,24 @@ class GlooGroup:
         options = c10d.AllgatherOptions()
         options.timeout = timeout
         self._calls += 1
-        # These tensors outlive the call. torch's thread drops its references a moment after the wait, and on a busy
-        # machine other threads of torch make several calls before. If they were the last references, this thread would
-        # need the interpreter; at the end of the process that would terminate it.
-        self._latest.append((own, gathered))
+        # These tensors live until the next call. torch's thread drops its references a moment after the wait. If they
+        # were the last references, this thread would need the interpreter; at the end of the process that would
+        # terminate it.
+        self._last = own, gathered
         group.allgather([gathered], [own], options).wait(timeout)
+        _await_torch([own, *gathered])
         return gathered
+
+
+def _await_torch(tensors: list[torch.Tensor]) -> None:
+    """Waits until Python has the last references to these tensors, for a second at most: on a busy machine the next
+    call may come before torch's thread drops its own."""
+    count_of: Any = getattr(torch.Tensor, "_use_count", None)
+    if count_of is None:  # older versions of torch
+        return
+    until = time.monotonic() + 1.0
+    while any(count_of(tensor) > 1 for tensor in tensors) and time.monotonic() < until:
+        time.sleep(1e-5)
 
 
 class GlooGroups:
