@@ -57,6 +57,10 @@ struct Chunk {
   uint64_t StateArea(uint32_t slot) const {
     return std::accumulate(state_area_bytes.begin(), state_area_bytes.begin() + slot, uint64_t{0});
   }
+  // The byte at which an array of one of the chunk's fragments begins.
+  uint64_t StateOf(const Fragment& fragment, uint32_t slot) const {
+    return StateArea(slot) + fragment.state_offset[slot];
+  }
   uint64_t stream_bytes() const { return StateArea(kStateSlots) + held_grads_bytes; }
 };
 

@@ -73,7 +73,7 @@ Status AsideCopier::QueueFragment(const Capture& capture, const Chunk& chunk,
   const ParamShape& shaped = shape_.params[fragment.param];
   const auto in_ring = [&](StateSlot stored, uint64_t element) -> const std::byte* {
     if (!shaped.Keeps(fragment.tier, stored)) return nullptr;
-    return data + chunk.StateArea(stored) + fragment.state_offset[stored] +
+    return data + chunk.StateOf(fragment, stored) +
            shaped.Bytes(stored, fragment.begin, element - fragment.begin);
   };
   return CopyArrays(capture, fragment.param, {fragment.begin, fragment.count}, {true, in_ring});

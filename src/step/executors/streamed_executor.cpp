@@ -273,7 +273,7 @@ DeviceUpdate StreamedExecutor::UpdateOf(const Fragment& fragment, const Chunk& c
   const ParamShape& shaped = shape_.params[id];
   const auto state = [&](StateSlot kind) -> std::byte* {
     if (!shaped.Keeps(fragment.tier, kind)) return nullptr;
-    return data + chunk.StateArea(kind) + fragment.state_offset[kind];
+    return data + chunk.StateOf(fragment, kind);
   };
   const uint64_t grad_begin = fragment.begin * DtypeBytes(param.grad_dtype);
   const uint64_t param_begin = fragment.begin * DtypeBytes(table_.param(id).dtype);
