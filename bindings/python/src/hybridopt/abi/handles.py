@@ -516,7 +516,7 @@ def await_transfers(is_used: Callable[[Any], bool]) -> None:
 
 @atexit.register
 def _finish_transfers() -> None:
-    """Waits for saves before the interpreter ends, because their progress functions need it."""
+    """Waits for saves before the interpreter ends, because their progress functions need it, and for calls of outside()."""
     for optimizer in list(_transferring):
         if optimizer.closed:
             continue

@@ -81,7 +81,7 @@ def _await_torch(tensors: list[torch.Tensor]) -> None:
     """Waits until Python has the last references to these tensors, for a second at most: on a busy machine the next
     call may come before torch's thread drops its own."""
     count_of: Any = getattr(torch.Tensor, "_use_count", None)
-    if count_of is None:  # older versions of torch
+    if count_of is None:  # it is private: not every version of torch has it
         return
     until = time.monotonic() + 1.0
     while any(count_of(tensor) > 1 for tensor in tensors) and time.monotonic() < until:
