@@ -770,6 +770,49 @@ def test_a_step_over_offloaded_params_names_the_way_out(states):
     assert models.state_bits(optimizer) == models.state_bits(plain)
 
 
+def test_a_new_optimizer_names_params_that_another_one_has_put_on_the_host():
+    module, optimizer, _, _ = pair(movable=ALL)
+    trained(module, optimizer, steps=1)
+    second = hybridopt.AdamW(module.named_parameters())
+    for param in module.parameters():
+        param.grad = torch.zeros(param.shape)
+    with optimizer.offloaded(grads=False, states=False):
+        with pytest.raises(abi.InvalidStateError, match=r"'0.weight' has its content on the host, .*reload\(params=True\)"):
+            second.step()
+    second.step()
+
+
+def test_params_whose_optimizer_has_ended_while_they_were_away_can_be_given_new_content():
+    module, optimizer, other, plain = pair(movable=ALL)
+    trained(module, optimizer, steps=1), trained(other, plain, steps=1)
+    saved = copy.deepcopy(other.state_dict())
+    name, first = next(module.named_parameters())
+    optimizer.offload(params=True)
+    view = first.detach()
+    with pytest.raises(abi.InvalidStateError, match=r"call optimizer.reload\(params=True\) before"):
+        first.data = torch.zeros_like(first)
+    del optimizer
+    gc.collect()
+    lost = (
+        r"has lost its content: the optimizer whose offload\(params=True\) had put it on the host has ended without "
+        r"reload\(params=True\); give it new content with module.load_state_dict\(state, assign=True\) or param.data = tensor$"
+    )
+    for used, by in ((first, "sum"), (view, "sum")):
+        with pytest.raises(abi.InvalidStateError, match=f"^parameter .*, which is used by '{by}', {lost}"):
+            used.sum()
+    with pytest.raises(RuntimeError, match=r"used by 'copy_', has lost its content"):
+        module.load_state_dict(saved)
+    second = hybridopt.AdamW(module.parameters())  # looks at params in its first step
+    for param in module.parameters():
+        param.grad = torch.zeros(param.shape)
+    with pytest.raises(abi.InvalidStateError, match=f"^parameter '.*' {lost}"):
+        second.step()
+    first.data = saved[name].clone()
+    assert models.bits([first]) == models.bits([saved[name]])
+    module.load_state_dict(saved, assign=True)
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
 def test_offloaded_gradients_are_stepped_where_they_are():
     module, optimizer, other, plain = pair(movable=ALL, max_grad_norm=0.1)
     backward(module, 0), backward(other, 0)

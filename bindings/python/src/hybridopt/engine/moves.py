@@ -96,7 +96,7 @@ def queue_params(engine: Engine, streams: list[int]) -> None:
     except abi.HybridoptError:  # the library has refused the call
         engine.released_storages = None
         raise
-    note_offloaded((slot.name, slot.param) for slot in engine.slots if slot.count > 0)
+    note_offloaded(engine, ((slot.name, slot.param) for slot in engine.slots if slot.count > 0))
 
 
 def release_params(engine: Engine) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import abi
-from ..traps.offloaded import is_offloaded
+from ..traps.offloaded import is_offloaded, why_no_memory
 from .members import Member, checked, takes_part
 from .moments import COUNTED, moments_of
 from .strides import is_dense, is_same_order
@@ -124,16 +124,15 @@ class Slot:
                     f"{before}; make a new optimizer after changing parameters, and load this one's "
                     "state_dict() into it"
                 )
-        if current.data_ptr() == 0 and self.count > 0:
-            raise abi.InvalidStateError(f"parameter {self.name!r} {self._why_no_memory()}")
+        self.check_address(current.data_ptr())
 
-    def _why_no_memory(self) -> str:
-        if is_offloaded(self.param):
-            return (
-                "has its content on the host, where optimizer.offload(params=True) has put it; call "
-                "optimizer.reload(params=True) before step(), or step() after the block of `with optimizer.offloaded():`"
-            )
-        return "has no memory: its storage was freed or resized to 0; bring it back before step()"
+    def check_address(self, address: int) -> None:
+        """Raises if the param has elements, but no memory."""
+        if address == 0 and self.count > 0:
+            why = "has no memory: its storage was freed or resized to 0; bring it back before step()"
+            if is_offloaded(self.param):
+                why = why_no_memory(self.param)
+            raise abi.InvalidStateError(f"parameter {self.name!r} {why}")
 
     def usable_gradient(self, grad: Tensor) -> Tensor:
         """The gradient, or a copy of it that the library can read."""
@@ -258,6 +257,7 @@ class Registered:
         self.addresses = [slot.address() for slot in self.slots]  # when they were registered
         structs = abi.array_of(abi.offload_param_t, len(self.slots))
         for slot, struct, address in zip(self.slots, structs, self.addresses):
+            slot.check_address(address)
             slot.describe(struct, address)
         handle.add_params(structs)
 
