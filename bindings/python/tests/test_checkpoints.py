@@ -475,6 +475,54 @@ def test_progress(tmp_path, capfd):
     assert f"load {tmp_path / 'saved'}: 100%" in error
 
 
+def test_a_progress_function_that_raises_is_named_once_and_the_save_goes_on(tmp_path, caplog, capfd):
+    params = three_params()
+    optimizer = hybridopt.AdamW(params)
+    run(optimizer, params, [1])
+    at_save = bits(params), state_bits(optimizer)
+    calls = []
+
+    def failing(done, total):
+        calls.append(done)
+        raise ValueError("no such bar")
+
+    for call in (optimizer.save_checkpoint, optimizer.load_checkpoint):
+        calls.clear(), caplog.clear()
+        call(tmp_path / "saved", progress=failing)
+        assert len(calls) == 1
+        (record,) = caplog.records
+        assert record.message == (
+            "the progress function has raised, and is not called again; the save or load goes on"
+        )
+        assert str(record.exc_info[1]) == "no such bar"
+    assert as_loaded(tmp_path / "saved", params) == at_save
+    assert "Exception ignored" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_a_progress_function_raises_ends_a_verification_when_all_is_read(tmp_path, error):
+    param = Parameter(torch.ones(3))
+    optimizer = hybridopt.AdamW([param])
+    run(optimizer, [param], [1])
+    optimizer.save_checkpoint(tmp_path / "saved")
+    calls = []
+
+    def failing(done, total):
+        calls.append(done)
+        raise error
+
+    with pytest.raises(error):
+        abi.checkpoint_verify(tmp_path / "saved", progress=failing)
+    assert len(calls) == 1
+    with pytest.raises(error):
+        abi.checkpoint_newest(tmp_path, verify=True, progress=failing)
+    assert len(calls) == 2
+    data = next((tmp_path / "saved").glob("*.safetensors"))
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    with pytest.raises(abi.CheckpointCorruptError):
+        abi.checkpoint_verify(tmp_path / "saved", progress=failing)
+
+
 def test_an_existing_path_is_refused_and_stays(tmp_path):
     param = Parameter(torch.ones(3))
     optimizer = hybridopt.AdamW([param])

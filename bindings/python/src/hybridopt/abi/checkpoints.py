@@ -67,16 +67,27 @@ def checkpoint_inspect(
 
 
 def checkpoint_verify(path: str | os.PathLike[str], **options: Any) -> None:
-    """Reads every byte and compares every hash. Fields: offload_verify_options_t."""
-    fields, _kept = progress_of(options)
+    """Reads every byte and compares every hash. Fields: offload_verify_options_t. What `progress` raises, Ctrl-C too, is
+    raised when all is read."""
+    raised: list[BaseException] = []
+    fields, _kept = progress_of(options, raised.append)
     call("offload_checkpoint_verify", encoded("path", path), make(c.offload_verify_options_t, fields))
+    _raise_first(raised)
 
 
 def checkpoint_newest(directory: str | os.PathLike[str], *, verify: bool = False, **options: Any) -> str:
     """The checkpoint in a directory with the highest step whose manifest and headers are good; with
-    ``verify`` its data too, which is read for that. Fields: offload_verify_options_t."""
-    fields, _kept = progress_of(options)
+    ``verify`` its data too, which is read for that. Fields: offload_verify_options_t. What `progress` raises, Ctrl-C too,
+    is raised when all is read."""
+    raised: list[BaseException] = []
+    fields, _kept = progress_of(options, raised.append)
     how = make(c.offload_verify_options_t, fields) if verify else None
     path = ctypes.create_string_buffer(_PATH_BYTES)
     call("offload_checkpoint_newest", encoded("directory", directory), how, path, len(path))
+    _raise_first(raised)
     return os.fsdecode(path.value)
+
+
+def _raise_first(raised: list[BaseException]) -> None:
+    if raised:
+        raise raised[0]

@@ -69,13 +69,34 @@ def array_of(struct: type[c.Struct], count: int) -> Any:
     return (struct * count).from_buffer_copy(_zeros(struct) * count)
 
 
-def progress_of(options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The options with the Python function `progress` as a C function, and the objects to keep alive."""
+def progress_of(
+    options: dict[str, Any], note_raised: Callable[[BaseException], object]
+) -> tuple[dict[str, Any], Any]:
+    """The options with the Python function `progress` as a C function, and the objects to keep alive. If the Python
+    function raises, it is not called again, the work goes on, and note_raised() gets the exception."""
     progress = options.get("progress")
     if progress is None:
         return {name: value for name, value in options.items() if name != "progress"}, None
-    kept = c.offload_progress_function_t(lambda user, done, total: progress(done, total))
+    has_raised = False
+
+    def call(user: Any, done: int, total: int) -> None:
+        nonlocal has_raised
+        if has_raised:
+            return
+        try:
+            progress(done, total)
+        except BaseException as error:
+            has_raised = True
+            note_raised(error)
+
+    kept = c.offload_progress_function_t(call)
     return {**options, "progress": kept}, kept
+
+
+def _log_raised(error: BaseException) -> None:
+    _log.error(
+        "the progress function has raised, and is not called again; the save or load goes on", exc_info=error
+    )
 
 
 def ids_of(params: Iterable[int] | None) -> tuple[Any, int]:
@@ -456,7 +477,7 @@ class Optimizer(Handle):
         self, name: str, struct: type[c.Struct], path: Any, keep: Any, options: Any
     ) -> int:
         self._hear()
-        fields, kept = progress_of(options)
+        fields, kept = progress_of(options, _log_raised)
         ticket = c.offload_ticket_t()
         self._call(name, self.value, make(struct, {**fields, "path": path}), ticket)
         self._kept[ticket.value] = (kept, keep)

@@ -193,7 +193,8 @@ class Saving(torch.optim.Optimizer):
         that no longer exists, and the process might crash.
 
         `progress` is a function of the bytes done and the total bytes, or True or False for a tqdm bar.
-        None (the default) shows a bar on a terminal."""
+        None (the default) shows a bar on a terminal. A function that raises is not called again; what it raised
+        goes to the logger "hybridopt", and the save goes on."""
         self._engines.check_open(self)
         refuse_fsdp1_in(self.param_groups, "save_checkpoint()")
         engine = self._ready_engine()
@@ -215,7 +216,7 @@ class Saving(torch.optim.Optimizer):
         """Loads state and params from a directory that save_checkpoint() or another program with this library
         has written, with any number of ranks. Param groups stay as they are. If the checkpoint is refused,
         nothing has changed. With fresh_moments only the weights are loaded, with keep_steps too also the
-        step counts. verify=False reads the files once instead of twice."""
+        step counts. verify=False reads the files once instead of twice. `progress` is as for save_checkpoint()."""
         self._engines.check_open(self)
         refuse_fsdp1_in(self.param_groups, "load_checkpoint()")
         engine = self._ready_engine()
