@@ -25,6 +25,16 @@ multiprocessing.set_forkserver_preload(
 )
 
 
+def distributed(whole, mesh, placements):
+    """As distribute_tensor() of a tensor that all ranks have, but without a message, for which a rank would wait."""
+    from torch.distributed.tensor import DTensor
+
+    from hybridopt.params.sharding import part_of
+
+    part = part_of(whole, mesh, placements)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
 def complete_fsdp2():
     """Adds what FSDP2 lacks on the CPU in older versions of torch, where it was written for GPUs only. Streams of
     the CPU get events, which are complete at once. Gradients are divided before gloo adds them up, since it cannot

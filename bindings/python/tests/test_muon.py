@@ -1034,7 +1034,7 @@ def refusals(rank, world):
     with pytest.raises(ValueError, match="a different number of parameter groups"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
     if rank == 0:
-        cut.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
+        cut.grad = ranks.distributed(torch.ones(4, 4), mesh, [Shard(0)])
     with pytest.raises(ValueError, match=r"'x' has no gradient on the ranks \[1\], but the others of \[0, 1\] have one"):
         optimizer.step()
 
@@ -1049,7 +1049,7 @@ def gradients_of(module, seed):
     for param in module.parameters():
         whole = torch.randn(param.shape, generator=generator).to(param.dtype)
         is_cut = isinstance(param, DTensor)
-        param.grad = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None) if is_cut else whole
+        param.grad = ranks.distributed(whole, param.device_mesh, param.placements) if is_cut else whole
 
 
 def train(module, optimizer, seeds):
@@ -1413,7 +1413,7 @@ class Hooked:
         """Makes the gradients of these matrices, one after the other."""
         for index in order:
             gradient = torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * seed + index))
-            part = distribute_tensor(gradient, self.mesh, [Shard(0)], src_data_rank=None).to_local()
+            part = ranks.distributed(gradient, self.mesh, [Shard(0)]).to_local()
             (self.cut[index].to_local() * part).sum().backward()
             self.plain[index].grad = gradient
 
@@ -1522,7 +1522,7 @@ def without_matrices(rank, world):
             optimizer.hook_gradients()
         for own, other in zip(cut, plain):
             gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
-            part = gradient if is_apart else distribute_tensor(gradient, mesh, [Shard(0)], src_data_rank=None).to_local()
+            part = gradient if is_apart else ranks.distributed(gradient, mesh, [Shard(0)]).to_local()
             ((own if is_apart else own.to_local()) * part).sum().backward()
             other.grad = gradient
         optimizer.step()

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -212,8 +213,19 @@ def local_part(value: Tensor, param: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if not isinstance(value, DTensor):
-        whole = value.to(param._local_tensor.device)
-        value = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
-    elif value.placements != param.placements or value.device_mesh != param.device_mesh:
+        return part_of(value, param.device_mesh, param.placements).to(param._local_tensor.device)
+    if value.placements != param.placements or value.device_mesh != param.device_mesh:
         value = value.redistribute(param.device_mesh, param.placements)
     return value._local_tensor
+
+
+def part_of(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """What this process would hold of a plain tensor that were a DTensor of these placements. No rank communicates."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # this rank holds none of it
+        return whole.new_empty(0)
+    part = whole
+    for dimension, runs in enumerate(runs_of(whole.shape, mesh.shape, coordinate, placements, "of a state")):
+        held = [part.narrow(dimension, begin, end - begin) for begin, end in runs or [(0, 0)]]
+        part = torch.cat(held, dimension)
+    return part
