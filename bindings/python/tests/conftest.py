@@ -1,4 +1,9 @@
+import signal
+
 import pytest
+
+# A shell that starts the tests in the background has them ignore SIGINT, which some of them send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

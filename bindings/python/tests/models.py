@@ -171,3 +171,14 @@ def state_bits(optimizer):
 
 def clone(params):
     return [copy.deepcopy(param) for param in params]
+
+
+def are_hooks_on_saved_tensors_in_force():
+    result = torch.ones(2, requires_grad=True).square()
+    saved = result.grad_fn._raw_saved_self  # must not outlive the result
+    try:
+        saved.register_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    except RuntimeError as error:
+        assert "hooks have already been set" in str(error)
+        return True
+    return False

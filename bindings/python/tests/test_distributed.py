@@ -927,11 +927,6 @@ def test_gradients_and_params_of_fsdp2_go_and_come_back():
 # ------------------------------------------------------------------------------------ weight changes
 
 
-cuts_unevenly = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."), reason="fully_shard() of torch 2.6 cuts no dimension unevenly beside tensor parallelism"
-)
-
-
 def sharded_in(mesh_shape):
     """A model over a mesh: FSDP2 alone, with replicas, or with tensor parallelism along either dimension."""
     module = model().bfloat16()
@@ -990,9 +985,9 @@ def publications(rank, world, mesh_shape, to, folder):
         (2, "1d", 1),
         (4, "1d", 0),
         (2, "replicas", 1),
-        pytest.param(2, (1, 2), 0, marks=cuts_unevenly),
+        pytest.param(2, (1, 2), 0, marks=ranks.cuts_unevenly_beside_tensor_parallelism),
         (2, (2, 1), 0),
-        pytest.param(4, (2, 2), 3, marks=cuts_unevenly),
+        pytest.param(4, (2, 2), 3, marks=ranks.cuts_unevenly_beside_tensor_parallelism),
     ],
 )
 def test_changes_of_shards_gathered_to_one_rank_are_those_of_the_whole_tensors(world, mesh_shape, to, tmp_path):

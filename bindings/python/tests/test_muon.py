@@ -988,6 +988,7 @@ def tensor_parallel(rank, world):
         assert torch.equal(full(param), plain_names[name])
 
 
+@ranks.cuts_unevenly_beside_tensor_parallelism
 def test_tensor_parallel_layers_in_fsdp2s_mesh():
     ranks.run(tensor_parallel, 4)
 
@@ -1275,7 +1276,7 @@ def is_under_way(optimizer):
     [
         (torch.float32, (4,), {"max_grad_norm": 0.1}),
         (torch.bfloat16, (2,), SPLIT_STATE),
-        (torch.float32, (2, 2), {}),
+        pytest.param(torch.float32, (2, 2), {}, marks=ranks.cuts_unevenly_beside_tensor_parallelism),
     ],
 )
 def test_overlap_and_hooked_gradients_change_no_bit(dtype, mesh_shape, options):

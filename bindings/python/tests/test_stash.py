@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 from lazy_stash import LazyStash
-from models import Attention, Block, bits
+from models import Attention, Block, are_hooks_on_saved_tensors_in_force, bits
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -442,12 +442,12 @@ def test_a_with_statement_whose_end_is_cut_off_has_ended(function, key, outer):
                 loss = model(model.x).square().sum()
                 sys.settrace(cut_off)
         assert len(stash._thread.statements) == (outer is not None)
-        assert (top_hooks() is None) == (outer is None)
+        assert are_hooks_on_saved_tensors_in_force() == (outer is not None)
         loss.backward()
         assert bits([loss]) == expected
     for _ in range(2):
         assert bits([squares(model, lambda: context)]) == expected
-        assert not stash._thread.statements and top_hooks() is None
+        assert not stash._thread.statements and not are_hooks_on_saved_tensors_in_force()
 
 
 def test_the_end_of_a_with_statement_by_other_ways():
@@ -458,20 +458,16 @@ def test_the_end_of_a_with_statement_by_other_ways():
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(context)
             loss = squares(model)
-            assert top_hooks() is not None
-        assert top_hooks() is None
+            assert are_hooks_on_saved_tensors_in_force()
+        assert not are_hooks_on_saved_tensors_in_force()
         context.__enter__()
         assert bits([squares(model)]) == bits([loss])
         context.__exit__(None, None, None)
-        assert top_hooks() is None and not stash._thread.statements
+        assert not are_hooks_on_saved_tensors_in_force() and not stash._thread.statements
     gone = weakref.ref(stash)
     del stash, context
     gc.collect()
     assert gone() is None
-
-
-def top_hooks():
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def squares(model, begin=contextlib.nullcontext):
