@@ -56,6 +56,13 @@ class Remains:
         assert self.alive() == []
         self.assert_no_thread()
 
+    def assert_nothing_later(self):
+        """As assert_nothing(), after another thread has ended its work."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while self.alive() and time.monotonic() < end:
+            time.sleep(0.001)
+        self.assert_nothing()
+
     def assert_no_thread(self):
         """The system may list a thread for a moment after it has been joined."""
         end = time.monotonic() + PATIENCE_SECONDS

@@ -618,3 +618,231 @@ def test_an_interpreter_that_ends_in_the_middle_of_a_step_says_nothing(before_th
     program = KEPT_TO_THE_END.format(before_the_end)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+class WithGaps(nn.Module):
+    """Its weight has gaps between its elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 2 * WIDTH * WIDTH).reshape(WIDTH, 2 * WIDTH)[:, ::2])
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, inputs):
+        return inputs @ self.weight + self.bias
+
+
+def pair_with_gaps(overlap):
+    module, other = WithGaps(), WithGaps()
+    expected, optimizer = adamw(other), adamw(module, overlap=module if overlap else None)
+    steps(other, expected), steps(module, optimizer)
+    return module, other, optimizer
+
+
+@pytest.mark.parametrize("collects", [False, True], ids=["its last reference", "a garbage collection"])
+def test_a_step_of_an_optimizer_that_ends_reaches_params_with_gaps(collects):
+    module, other, optimizer = pair_with_gaps(overlap=True)
+    assert optimizer._engine.under_way
+    circle = [optimizer]
+    if collects:
+        circle.append(circle)
+    del optimizer, circle
+    gc.collect()
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+def test_a_step_whose_wait_is_cut_off_reaches_params_with_gaps(monkeypatch):
+    module, other, optimizer = pair_with_gaps(overlap=False)
+    backward(module), backward(other)
+    expected = adamw(other)
+    expected.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    expected.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(abi.Optimizer, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_the_end_of_an_optimizer_keeps_nothing_alive(monkeypatch):
+    """Python ignores exceptions of such an end; another thread waits on for the step."""
+    remains = Remains()
+    module = model()
+    optimizer, _ = overlapping(module)
+    remains.watch(module, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(abi.Optimizer, "drain", interrupted_once(abi.Optimizer.drain))
+        patch.setattr(sys, "unraisablehook", lambda _: None)
+        del optimizer, _
+    del module
+    remains.assert_nothing_later()
+
+
+def interrupted_once(function):
+    calls = []
+
+    def call(*arguments):
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        function(*arguments)
+
+    return call
+
+
+def test_a_compiled_model_finds_no_trap_after_its_optimizer_ended_on_a_thread_of_the_library():
+    module = model()
+    for block in module:
+        block.compile(backend="eager", fullgraph=True)
+    optimizer, _ = overlapping(module)
+    kept = [optimizer]
+    del optimizer, _
+    _thread.start_new_thread(kept.clear, ())
+    end = time.monotonic() + PATIENCE_SECONDS
+    while any(isinstance(each, Trap) for each in module.parameters()) and time.monotonic() < end:
+        time.sleep(0.001)
+    backward(module)
+
+
+COLLECTED_WITH_A_LOCK = """
+import faulthandler, gc, sys, threading
+import hybridopt, torch
+faulthandler.dump_traceback_later(60, exit=True)  # the collection would wait for the save, which waits for the lock
+model = torch.nn.Linear(4, 4)
+optimizer = hybridopt.AdamW(model.named_parameters())
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+lock = threading.Lock()
+
+def progress(done, total):
+    with lock:
+        pass
+
+gc.collect()
+gc.disable()
+with lock:
+    optimizer.save_checkpoint(sys.argv[1], wait=False, progress=progress)
+    circle = [optimizer]
+    circle.append(circle)
+    del optimizer, circle
+    gc.collect()
+"""
+
+
+def test_a_garbage_collection_may_end_an_optimizer_beside_a_lock_that_its_save_needs(tmp_path):
+    path = str(tmp_path / "saved")
+    ended = subprocess.run([sys.executable, "-c", COLLECTED_WITH_A_LOCK, path], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    abi.checkpoint_verify(path)
+
+
+# The step waits for the save, which reads the state from where the step writes it.
+WAITED_FOR_IN_A_SAVE = """
+import faulthandler, os, sys, threading
+import hybridopt, torch
+faulthandler.dump_traceback_later(60, exit=True)  # the progress function would wait for itself
+model = torch.nn.Linear(64, 64)
+optimizer = hybridopt.AdamW(model.named_parameters(), overlap=model, save_buffer_bytes=0)
+
+def step():
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+
+step()
+step()
+optimizer.synchronize()
+goes_on, errors = threading.Event(), []
+
+def progress(done, total):
+    goes_on.wait()
+    try:
+        {}
+    except hybridopt.abi.InvalidStateError as error:
+        errors.append(str(error))
+
+save = optimizer.save_checkpoint(sys.argv[1], wait=False, progress=progress)
+step()
+goes_on.set()
+save.wait()
+print(*errors[:1], sep="")
+"""
+FORKS = "child = os.fork(); child or os._exit(0); os.waitpid(child, 0)"
+OWN_WAIT = (
+    "a progress function waits for the optimizer whose save or load has called it, and would wait for itself, for "
+    "example by a param that a step still writes; leave that to the code that waits for the save\n"
+)
+
+
+@pytest.mark.parametrize(
+    "call, printed",
+    [(FORKS, "\n"), ("model.weight.norm()", OWN_WAIT), ("optimizer.synchronize()", OWN_WAIT)],
+    ids=["a fork", "a use of a param", "a wait"],
+)
+def test_a_progress_function_does_not_wait_for_itself(call, printed, tmp_path):
+    program = WAITED_FOR_IN_A_SAVE.format(call)
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path / "saved")], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, printed, "")
+
+
+# The function that ends last leaves the other thread time for another save, in which the interpreter ends.
+ENDS_IN_A_SAVE = """
+import atexit, faulthandler, itertools, sys, threading, time
+faulthandler.dump_traceback_later(60, exit=True)
+begun, ending, over = threading.Event(), threading.Event(), threading.Event()
+atexit.register(lambda: (ending.set(), over.wait()))
+import hybridopt, torch
+model = torch.nn.Linear(4, 4)
+optimizer = hybridopt.AdamW(model.named_parameters())
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+
+def progress(done, total):
+    begun.set()
+    if ending.is_set():
+        over.set()
+    time.sleep(0.2)  # the interpreter can end now
+
+def save():
+    for number in itertools.count():
+        optimizer.save_checkpoint(f"{sys.argv[1]}/{number}", progress=progress)
+        if ending.is_set():
+            over.set()
+
+threading.Thread(target=save, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_an_interpreter_may_end_while_another_thread_saves(tmp_path):
+    """A progress function that the library called then ended the process with SIGABRT."""
+    program = ENDS_IN_A_SAVE
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+FORKED_WITH_RANKS = """
+import os, sys
+import hybridopt, torch
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+model = torch.nn.Linear(4, 4)
+optimizer = hybridopt.AdamW(model.named_parameters(), process_group=dist.group.WORLD, overlap=model)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+child = os.fork()
+if child == 0:
+    import atexit
+    atexit._run_exitfuncs()  # as at the end of the interpreter, but torch's gloo does not end in a child
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_forked_child_ends_without_a_word_about_the_work_of_its_parent(tmp_path):
+    path = str(tmp_path / "store")
+    ended = subprocess.run([sys.executable, "-c", FORKED_WITH_RANKS, path], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

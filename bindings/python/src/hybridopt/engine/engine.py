@@ -226,11 +226,14 @@ class Engine:
         """An exception leaves this context, such as that of Ctrl-C or of a refused call, when the library has done what has
         been queued: other code may then write or free params that have no trap. Work that hangs is waited for some
         seconds only."""
+        self.bound.are_copies_filled = False
         try:
             yield
         except BaseException:
             with contextlib.suppress(abi.HybridoptError):
                 self.handle.drain(_PATIENCE_NS)
+                if self.bound.are_copies_filled:
+                    self.bound.take_copies(self.slots)
             raise
 
     def _await_refresh(self, ticket: int) -> None:

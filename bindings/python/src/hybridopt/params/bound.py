@@ -85,6 +85,7 @@ class Bound:
         self._slots = slots = registered.slots
         self._params = [slot.param for slot in slots]
         self._copies = [(slot.param, slot.copy) for slot in slots if slot.copy is not None]
+        self.are_copies_filled = False  # since a call has begun that an exception may cut off
         self._batches = slot_batches_of(slots, registered.addresses)
         self._has_looked = False  # look() has run, and nothing has been bound since
         self.addresses = Addresses(handle, registered.addresses)
@@ -282,6 +283,7 @@ class Bound:
         """Copies params with gaps to the dense copies that the library updates."""
         for param, copy in self._copies:
             copy.copy_(local(param))
+        self.are_copies_filled = True
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The storages of bound tensors. A save or load needs them until it has ended."""

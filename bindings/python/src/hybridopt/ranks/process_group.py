@@ -18,6 +18,7 @@ import ctypes
 import datetime
 import enum
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -110,10 +111,11 @@ class ProcessGroupComm:
         """Makes the interpreter wait for queued work before it ends: the library's thread cannot call Python
         functions after that."""
         referred = weakref.ref(optimizer)
+        process = os.getpid()  # a forked child does not wait for its parent's work
 
         def finish() -> None:
             alive = referred()
-            if alive is None or alive.closed:
+            if alive is None or alive.closed or os.getpid() != process:
                 return
             try:
                 alive.wait(timeout_ns=self.timeout_ns)

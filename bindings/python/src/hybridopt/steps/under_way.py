@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from .. import abi
 from ..base.modes import current_stream, in_no_mode
@@ -56,6 +57,37 @@ class Used:
 Memory = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage | None]]
 
 
+class Copies:
+    """What a step writes for params with gaps between their elements: dense copies, from which the params are to be
+    filled. This refers to the params weakly: a param may refer to the optimizer."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[TensorWeakRef, Tensor]] = {}  # by the id of a slot: its param and the copy
+
+    def add(self, slot: Slot) -> None:
+        assert slot.copy is not None
+        self._of[slot.id] = TensorWeakRef(slot.param), slot.copy
+
+    def clear(self) -> None:
+        self._of.clear()
+
+    def take(self) -> None:
+        """Fills all params that are still there."""
+        devices = {copy.device for _, copy in self._of.values() if copy.is_cuda}
+        for id in list(self._of):
+            self.take_one(id)
+        for device in devices:  # any stream may use the params next
+            torch.cuda.current_stream(device).synchronize()
+
+    @in_no_mode
+    def take_one(self, id: int) -> None:
+        referred, copy = self._of.pop(id, (None, None))
+        with without_traps():
+            param = None if referred is None else referred()
+            if param is not None and copy is not None:
+                local(param).copy_(copy)
+
+
 class UnderWay:
     """The step that was queued last, and those of its params for which the program has not waited."""
 
@@ -83,13 +115,18 @@ class UnderWay:
         self._lock = threading.RLock()  # a param may be used in any thread
         _all.add(self)
         self._memory: Memory = {}
-        self._wait_at_end = WaitAtEnd(self, handle, self._memory)
+        self._copies = Copies()
+        self._wait_at_end = WaitAtEnd(self, handle, self._memory, self._copies.take)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         self._wait_at_end()
         # At the end of the interpreter modules may have no globals any more, and no code uses a param.
-        if not is_finalizing() and self._wait_at_end.is_over:
+        if is_finalizing():
+            return
+        if self._wait_at_end.is_over:
             self._take_traps_back(self._pending.values())
+        else:
+            self._wait_at_end.take_back_later(each for used in self._pending.values() for each in used.trapped)
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -111,6 +148,8 @@ class UnderWay:
             self._pending[slot] = Used(slot, gradient, aliases.get(slot.param, ()) if aliases else ())
             read = None if gradient is None else gradient.untyped_storage()
             self._memory[slot.id] = slot.bound.untyped_storage(), read
+            if slot.copy is not None:
+                self._copies.add(slot)
         self._versions = [version_of(local(slot.param)) for slot in self._slots]
         self._keeper = weakref.ref(keeper)
         self._taken = taken
@@ -195,8 +234,7 @@ class UnderWay:
     def _give_back(self, slots: list[Slot]) -> None:
         for slot in slots:
             if slot.copy is not None:
-                with without_traps():
-                    local(slot.param).copy_(slot.copy)
+                self._copies.take_one(slot.id)
                 self._versions[slot.id] += 1
         all_used = [self._pending.pop(slot) for slot in slots]
         self._take_traps_back(all_used)
@@ -238,6 +276,7 @@ class UnderWay:
         self._take_traps_back(self._pending.values())
         self._pending.clear()
         self._memory.clear()
+        self._copies.clear()
         self._let_taken_go()
         self._steps.forget_failed()
 
@@ -251,7 +290,7 @@ _all: weakref.WeakSet[UnderWay] = weakref.WeakSet()
 def _before_fork() -> None:
     for each in list(_all):
         each.finish_before_fork()
-    _await_ended()
+    _await_ended(is_for_use=False)
 
 
 os.register_at_fork(before=_before_fork)
@@ -269,11 +308,17 @@ class WaitAtEnd:
     """Waits for queued work before the end of an object, its owner, or of the process frees memory that this work uses.
     Code on another thread may go on meanwhile: params of the owner keep their traps, and a use of one waits too."""
 
-    def __init__(self, owner: object, handle: abi.Optimizer, memory: InUse) -> None:
-        """`memory` must not refer to a param: a param may refer to the optimizer, and then the process would keep both."""
+    def __init__(
+        self, owner: object, handle: abi.Optimizer, memory: InUse, finish: Callable[[], object] = lambda: None
+    ) -> None:
+        """finish() is called when the work has been done. It and `memory` must not refer to a param: a param may refer to
+        the optimizer, and then the process would keep both."""
         self._handle = handle
         self._memory = memory
+        self._finish = finish
         self._process = os.getpid()
+        self._trapped: list[TensorWeakRef] = []
+        self._lock = threading.RLock()
         self._finalizer = weakref.finalize(owner, self._end)
         _waits.add(self)
 
@@ -294,10 +339,26 @@ class WaitAtEnd:
     def owner_has_ended(self) -> bool:
         return self._finalizer.peek() is None
 
+    def take_back_later(self, tensors: Iterable[Tensor]) -> None:
+        """Takes the traps of these tensors back when the wait is over."""
+        with self._lock:
+            self._trapped = list(map(TensorWeakRef, tensors))
+            if self.is_over:
+                self._take_traps_back()
+
+    def refuse_wait(self) -> None:
+        """Raises if the work has called this thread."""
+        if self._memory:
+            self._handle.refuse_wait()
+
     def wait(self) -> None:
         """Waits for the work, if it may still be under way."""
         if self._memory and not self._handle.closed:
             self._handle.drain()
+            with self._lock:
+                if self._memory:  # no other thread has come first
+                    self._finish()
+                    self._memory.clear()
 
     def _end(self) -> None:
         if self._memory and os.getpid() == self._process:
@@ -310,15 +371,29 @@ class WaitAtEnd:
             self.wait()
         except abi.HybridoptError as error:
             _log.error("work that nobody has waited for: %s", error)
-        self._memory.clear()
-        _waits.discard(self)
+        except BaseException:  # of Ctrl-C, which only the main thread gets: another one waits on
+            if threading.get_ident() == threading.main_thread().ident:
+                abi.later(self._wait_and_free)
+            raise
+        with self._lock:
+            self._memory.clear()
+            _waits.discard(self)
+            self._take_traps_back()
+
+    def _take_traps_back(self) -> None:
+        with without_traps():
+            alive = [tensor for tensor in (each() for each in self._trapped) if tensor is not None]
+        self._trapped = []
+        take_back(alive)
 
 
 _waits: set[WaitAtEnd] = set()  # those that are not over
 
 
-def _await_ended() -> None:
+def _await_ended(is_for_use: bool = True) -> None:
     for each in list(_waits):
         if each.owner_has_ended:
+            if is_for_use:
+                each.refuse_wait()
             with contextlib.suppress(abi.HybridoptError):  # the end of the owner logs it
                 each.wait()

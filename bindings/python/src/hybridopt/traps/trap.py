@@ -207,7 +207,7 @@ def take_back(tensors: Iterable[Tensor]) -> None:
 
 
 def _take_back(tensor: Tensor) -> None:
-    tensor.__class__ = _readable_of[type(tensor)]
+    tensor.__class__ = _readable_of.get(type(tensor), type(tensor))  # another thread may have taken it back
     if _beneath and (beneath := _beneath.pop(tensor, None)) is not None:
         beneath.set([tensor])
 
