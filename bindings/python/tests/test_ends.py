@@ -695,6 +695,7 @@ def interrupted_once(function):
 
 
 def test_a_compiled_model_finds_no_trap_after_its_optimizer_ended_on_a_thread_of_the_library():
+    torch._dynamo.reset()  # other tests compile the same code
     module = model()
     for block in module:
         block.compile(backend="eager", fullgraph=True)
