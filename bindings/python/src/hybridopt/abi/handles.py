@@ -131,12 +131,12 @@ def _note_collection(phase: str, _: dict[str, int]) -> None:
 gc.callbacks.append(_note_collection)
 
 
-def outside(call: Callable[..., object], *arguments: Any) -> None:
+def outside(call: Callable[..., object], *arguments: Any, for_seconds: float | None = _COLLECTION_SECONDS) -> None:
     """Calls a function that waits for queued work, in which a comm or progress function may run:
 
     - on this thread, if the program ends an object there;
     - on another thread, if a garbage collection does. It may come while this thread holds a lock for which the function
-      waits, that of a progress bar, say. So the collection waits for the call some time only;
+      waits, that of a progress bar, say. So the collection waits `for_seconds` only (None: to the end);
     - on another thread, if Python has not started this one: the function may run here, and its work would wait for
       itself.
 
@@ -150,7 +150,7 @@ def outside(call: Callable[..., object], *arguments: Any) -> None:
         return
     returned = later(call, *arguments)
     if is_of_program:
-        returned.wait(_COLLECTION_SECONDS)
+        returned.wait(for_seconds)
 
 
 @contextlib.contextmanager
@@ -193,6 +193,14 @@ def _call_last(work: list[Any]) -> None:
     call(*arguments)
 
 
+def _end(name: str, value: int, kept: tuple[dict[int, Any], tuple[Any, ...]]) -> None:
+    """Destroys an object that ends. If its queued work calls no function of Python, it waits for no lock, and a garbage
+    collection waits to the end, before memory that the work uses is freed."""
+    transfers, (_, *functions) = kept[0], kept[1] or (None,)
+    calls_python = bool(transfers) or any(each is not None for each in functions)
+    outside(_destroy, name, value, kept, for_seconds=_COLLECTION_SECONDS if calls_python else None)
+
+
 def _destroy(name: str, value: int, _: Any) -> None:
     function(name)(value)  # in a forked child the library refuses this call, which has no effect
 
@@ -212,7 +220,7 @@ class Handle:
         # These objects are freed after the handle has been destroyed, whatever is released first, and also if a garbage
         # collection ends them together.
         kept = self._kept, uses
-        self._finalizer = weakref.finalize(self, outside, _destroy, self._destroyer, value, kept)
+        self._finalizer = weakref.finalize(self, _end, self._destroyer, value, kept)
         self._finalizer.atexit = False
 
     def __repr__(self) -> str:
