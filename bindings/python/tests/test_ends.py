@@ -31,7 +31,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import hybridopt
 from hybridopt import abi
-from hybridopt.abi import handles
+from hybridopt.abi import ends
 from hybridopt.params.tensors import local
 from hybridopt.ranks.process_group import ProcessGroupComm
 from hybridopt.traps.trap import Trap
@@ -512,7 +512,7 @@ def test_the_model_waits_for_a_step_whose_optimizer_ends_on_another_thread(colle
 
 COLLECTED_IN_THREADING = """
 import _thread, contextlib, faulthandler, threading
-from hybridopt import abi
+from hybridopt.abi import ends
 faulthandler.dump_traceback_later(60, exit=True)
 called = threading.Event()
 
@@ -522,7 +522,7 @@ def end():
     with contextlib.ExitStack() as held:
         for each in locks:
             held.enter_context(each)
-        abi.outside(called.set)
+        ends.outside(called.set)
 
 _thread.start_new_thread(end, ())
 called.wait()
@@ -541,16 +541,16 @@ def test_the_interpreter_waits_for_no_thread_that_could_not_start(monkeypatch):
 
     def on_a_thread_of_the_library():
         try:
-            abi.outside(told.append, "called")
+            ends.outside(told.append, "called")
         except RuntimeError as error:
             told.append(str(error))
         over.set()
 
     told, over = [], threading.Event()
-    monkeypatch.setattr(handles, "_thread", types.SimpleNamespace(start_new_thread=refuse))
+    monkeypatch.setattr(ends, "_thread", types.SimpleNamespace(start_new_thread=refuse))
     _thread.start_new_thread(on_a_thread_of_the_library, ())
     over.wait()
-    assert told == ["can't start new thread"] and not handles._calls
+    assert told == ["can't start new thread"] and not ends._calls
 
 
 COLLECTED_IN_A_SAVE = """
@@ -789,7 +789,8 @@ def test_a_progress_function_does_not_wait_for_itself(call, printed, tmp_path):
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, printed, "")
 
 
-# The function that ends last leaves the other thread time for another save, in which the interpreter ends.
+# The function that ends last leaves the other thread time for another save, in which the interpreter ends. That thread
+# calls nothing of torch, whose functions end the process with SIGABRT where Python ends a thread inside of them.
 ENDS_IN_A_SAVE = """
 import atexit, faulthandler, itertools, sys, threading, time
 faulthandler.dump_traceback_later(60, exit=True)
@@ -800,6 +801,7 @@ model = torch.nn.Linear(4, 4)
 optimizer = hybridopt.AdamW(model.named_parameters())
 model(torch.ones(2, 4)).sum().backward()
 optimizer.step()
+handle = optimizer._engine.handle
 
 def progress(done, total):
     begun.set()
@@ -809,7 +811,7 @@ def progress(done, total):
 
 def save():
     for number in itertools.count():
-        optimizer.save_checkpoint(f"{sys.argv[1]}/{number}", progress=progress)
+        handle.wait(handle.save(f"{sys.argv[1]}/{number}", progress=progress))
         if ending.is_set():
             over.set()
 

@@ -32,8 +32,6 @@ from .handles import Optimizer as Optimizer
 from .handles import array_of as array_of
 from .handles import await_transfers as await_transfers
 from .handles import encoded as encoded
-from .handles import later as later
-from .handles import outside as outside
 from .library import abi_version as abi_version
 from .library import build_info as build_info
 from .library import call as call

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import generated as c
-from .handles import encoded, make, progress_of
+from .handles import encoded, make
 from .library import call
+from .progress import progress_of
 
 _PATH_BYTES = 4096
 

@@ -3,22 +3,21 @@ that is not given is 0, which means the documented default."""
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import contextlib
 import ctypes
 import functools
-import gc
 import logging
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from . import generated as c
 from .errors import HybridoptError, InvalidStateError, TimedOutError
+from .ends import COLLECTION_SECONDS, await_calls, awaited_at_exit, exiting, outside
 from .library import function, last_error
+from .progress import is_called_by, log_raised, progress_of
 
 _log = logging.getLogger("hybridopt")
 
@@ -70,44 +69,6 @@ def array_of(struct: type[c.Struct], count: int) -> Any:
     return (struct * count).from_buffer_copy(_zeros(struct) * count)
 
 
-_reporting = threading.local()  # `handle`: a weak reference to the handle whose progress function runs on this thread
-
-
-def progress_of(
-    options: dict[str, Any], note_raised: Callable[[BaseException], object], handle: Handle | None = None
-) -> tuple[dict[str, Any], Any]:
-    """The options with the Python function `progress` as a C function, and the objects to keep alive. If the Python
-    function raises, it is not called again, the work goes on, and note_raised() gets the exception. `handle`: its queued
-    work calls the function."""
-    progress = options.get("progress")
-    if progress is None:
-        return {name: value for name, value in options.items() if name != "progress"}, None
-    referred = None if handle is None else weakref.ref(handle)
-    has_raised = False
-
-    def call(_: Any, done: int, total: int) -> None:
-        nonlocal has_raised
-        if has_raised:
-            return
-        _reporting.handle = referred
-        try:
-            progress(done, total)
-        except BaseException as error:
-            has_raised = True
-            note_raised(error)
-        finally:
-            _reporting.handle = None
-
-    kept = c.offload_progress_function_t(call)
-    return {**options, "progress": kept}, kept
-
-
-def _log_raised(error: BaseException) -> None:
-    _log.error(
-        "the progress function has raised, and is not called again; the save or load goes on", exc_info=error
-    )
-
-
 def ids_of(params: Iterable[int] | None) -> tuple[Any, int]:
     """Ids as a C array and its length. None stands for all params."""
     if params is None:
@@ -116,89 +77,12 @@ def ids_of(params: Iterable[int] | None) -> tuple[Any, int]:
     return (ctypes.c_uint32 * max(len(ids), 1))(*ids), len(ids)
 
 
-_exiting = threading.Event()  # set when the interpreter ends
-_calls: set[threading.Event] = set()  # those that have not returned and that the end of the interpreter waits for
-os.register_at_fork(after_in_child=_calls.clear)
-_callers: set[int] = set()  # threads of outside()
-_collecting: set[int] = set()  # threads that run a garbage collection
-_COLLECTION_SECONDS = 1.0  # for which a garbage collection waits for queued work
-
-
-def _note_collection(phase: str, _: dict[str, int]) -> None:
-    (_collecting.add if phase == "start" else _collecting.discard)(threading.get_ident())
-
-
-gc.callbacks.append(_note_collection)
-
-
-def outside(call: Callable[..., object], *arguments: Any, for_seconds: float | None = _COLLECTION_SECONDS) -> None:
-    """Calls a function that waits for queued work, in which a comm or progress function may run:
-
-    - on this thread, if the program ends an object there;
-    - on another thread, if a garbage collection does. It may come while this thread holds a lock for which the function
-      waits, that of a progress bar, say. So the collection waits `for_seconds` only (None: to the end);
-    - on another thread, if Python has not started this one: the function may run here, and its work would wait for
-      itself.
-
-    The interpreter does not end before the call has."""
-    # A collection may also come in the middle of functions of `threading`, so this uses none that take a lock.
-    ident = threading.get_ident()
-    thread = threading._active.get(ident)  # type: ignore[attr-defined]
-    is_of_program = thread is not None and not isinstance(thread, threading._DummyThread)
-    if (is_of_program or ident in _callers) and ident not in _collecting:
-        call(*arguments)
-        return
-    returned = later(call, *arguments)
-    if is_of_program:
-        returned.wait(for_seconds)
-
-
-@contextlib.contextmanager
-def _awaited_at_exit() -> Iterator[None]:
-    """The interpreter does not end before this context has been left."""
-    returned = threading.Event()
-    _calls.add(returned)
-    try:
-        yield
-    finally:
-        _calls.discard(returned)
-        returned.set()
-
-
-def later(call: Callable[..., object], *arguments: Any) -> threading.Event:
-    """Calls a function on another thread. The interpreter does not end before it has returned."""
-    returned = threading.Event()
-    _calls.add(returned)
-    try:
-        _thread.start_new_thread(_call, (returned, [(call, arguments)]))
-    except BaseException:
-        _calls.discard(returned)
-        raise
-    return returned
-
-
-def _call(returned: threading.Event, work: list[Any]) -> None:
-    _callers.add(threading.get_ident())
-    try:
-        _call_last(work)
-    finally:
-        _callers.discard(threading.get_ident())
-        _calls.discard(returned)
-        returned.set()
-
-
-def _call_last(work: list[Any]) -> None:
-    """Calls the last function of a list, and keeps no reference to its arguments."""
-    call, arguments = work.pop()
-    call(*arguments)
-
-
 def _end(name: str, value: int, kept: tuple[dict[int, Any], tuple[Any, ...]]) -> None:
     """Destroys an object that ends. If its queued work calls no function of Python, it waits for no lock, and a garbage
     collection waits to the end, before memory that the work uses is freed."""
     transfers, (_, *functions) = kept[0], kept[1] or (None,)
     calls_python = bool(transfers) or any(each is not None for each in functions)
-    outside(_destroy, name, value, kept, for_seconds=_COLLECTION_SECONDS if calls_python else None)
+    outside(_destroy, name, value, kept, for_seconds=COLLECTION_SECONDS if calls_python else None)
 
 
 def _destroy(name: str, value: int, _: Any) -> None:
@@ -248,15 +132,9 @@ class Handle:
                 raise
             raise self.retold(error) from None
 
-    @property
-    def is_reporting(self) -> bool:
-        """Whether this thread runs a progress function that queued work of this handle has called."""
-        referred = getattr(_reporting, "handle", None)
-        return referred is not None and referred() is self
-
     def refuse_wait(self) -> None:
         """Raises if a wait on this thread would wait for itself."""
-        if self.is_reporting:
+        if is_called_by(self):
             raise InvalidStateError(
                 "a progress function waits for the optimizer whose save or load has called it, and would wait for itself, "
                 "for example by a param that a step still writes; leave that to the code that waits for the save"
@@ -559,10 +437,10 @@ class Optimizer(Handle):
     ) -> int:
         self._hear()
         ticket = c.offload_ticket_t()
-        with _awaited_at_exit():
-            if _exiting.is_set():
+        with awaited_at_exit():
+            if exiting.is_set():
                 options = {**options, "progress": None}  # Python ends, and a call of it would end the process with SIGABRT
-            fields, kept = progress_of(options, _log_raised, self)
+            fields, kept = progress_of(options, log_raised, self)
             self._call(name, self.value, make(struct, {**fields, "path": path}), ticket)
             self._kept[ticket.value] = (kept, keep)
             _transferring.add(self)
@@ -623,8 +501,8 @@ def await_transfers(is_used: Callable[[Any], bool]) -> None:
 def _finish_transfers() -> None:
     """Waits for saves before the interpreter ends, because their progress functions need it, and for calls of outside().
     Other threads go on meanwhile."""
-    _exiting.set()
-    _await_calls()
+    exiting.set()
+    await_calls()
     for optimizer in list(_transferring):
         if optimizer.closed:
             continue
@@ -633,9 +511,4 @@ def _finish_transfers() -> None:
                 optimizer.wait(ticket)
             except HybridoptError as error:
                 _log.error("a save that was not waited for: %s", error)
-    _await_calls()
-
-
-def _await_calls() -> None:
-    for returned in list(_calls):
-        returned.wait()
+    await_calls()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from .. import abi
+from ..abi import ends
 from ..base.modes import current_stream, in_no_mode
 from ..params.registered import Slot
 from ..params.taken import Taken
@@ -362,7 +363,7 @@ class WaitAtEnd:
 
     def _end(self) -> None:
         if self._memory and os.getpid() == self._process:
-            abi.outside(self._wait_and_free)
+            ends.outside(self._wait_and_free)
         else:
             _waits.discard(self)
 
@@ -373,7 +374,7 @@ class WaitAtEnd:
             _log.error("work that nobody has waited for: %s", error)
         except BaseException:  # of Ctrl-C, which only the main thread gets: another one waits on
             if threading.get_ident() == threading.main_thread().ident:
-                abi.later(self._wait_and_free)
+                ends.later(self._wait_and_free)
             raise
         with self._lock:
             self._memory.clear()
