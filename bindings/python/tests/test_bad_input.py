@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -503,6 +504,20 @@ def test_options_that_cannot_be_are_refused(options, error, text):
     for name in ("AdamW", "Adam", "SGD", "Lion", "Signum", "Adagrad"):
         with pytest.raises(error, match=text):
             getattr(hybridopt, name)([Parameter(torch.ones(1))], **options)
+
+
+@pytest.mark.parametrize("option", ["offload_fraction", "state_dtype", "save_buffer_bytes", "max_grad_norm", "threads"])
+def test_an_array_in_place_of_one_value_is_refused(option):
+    for value in (numpy.array([0.5, 0.5]), torch.tensor([0.5, 0.5])):
+        with pytest.raises(ValueError, match=rf"^Invalid {option}: {re.escape(repr(value))}, expected"):
+            hybridopt.AdamW([Parameter(torch.ones(1))], **{option: value})
+
+
+@pytest.mark.parametrize("option", ["offload_fraction", "max_grad_norm", "comm_timeout_seconds"])
+def test_numbers_of_numpy_are_numbers(option, recwarn):
+    for kind in (numpy.float16, numpy.float32, numpy.float64):
+        hybridopt.AdamW([Parameter(torch.ones(1))], **{option: kind(0.5)})
+    assert not recwarn.list
 
 
 def test_a_model_in_place_of_its_params_is_refused():

@@ -511,3 +511,35 @@ def test_adam_may_decouple_the_decay_of_some_groups():
         for optimizer in (one, *others):
             optimizer.step()
     assert equal(params, first + second)
+
+
+DECOUPLES = "decoupled_weight_decay" in torch.optim.AdamW([Parameter(torch.ones(1))]).defaults
+
+
+@pytest.mark.skipif(not DECOUPLES, reason="torch before 2.7 has no such key")
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_group_of_adamw_may_couple_its_decay_as_torchs_may(is_later):
+    params, twins = some_params(1), some_params(1)
+    coupled = {"decoupled_weight_decay": False}
+    made = []
+    for cls, those in ((hybridopt.AdamW, params), (hybridopt.Adam, twins)):
+        made.append(cls([{"params": those, **({} if is_later else coupled)}], weight_decay=0.1))
+        if is_later:
+            made[-1].param_groups[0].update(coupled)
+    for number in range(3):
+        give_gradients(params, number)
+        for twin, own in zip(twins, params, strict=True):
+            twin.grad = own.grad.clone()
+        for optimizer in made:
+            optimizer.step()
+    assert equal(params, twins)
+
+
+@pytest.mark.skipif(not DECOUPLES, reason="torch before 2.7 has no such key")
+@pytest.mark.parametrize("value", NO_FLAGS, ids=repr)
+def test_a_decoupling_that_is_neither_true_nor_false_is_refused(value):
+    for algorithm in ("Adam", "AdamW"):
+        text = f"^param group 1 has decoupled_weight_decay={told(value)}, expected True or False$"
+        refuses(algorithm, "decoupled_weight_decay", value, text)
+    with pytest.raises(ValueError, match=f"^Invalid decoupled_weight_decay: {told(value)}, expected True or False$"):
+        hybridopt.Adam([Parameter(torch.ones(1))], decoupled_weight_decay=value)

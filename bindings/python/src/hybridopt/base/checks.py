@@ -4,8 +4,8 @@ mistake, although Python accepts them as numbers."""
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -21,7 +21,15 @@ def is_whole(value: Any, least: int, end: int) -> bool:
 
 def is_finite(value: Any) -> bool:
     """Whether it is a number that a float can hold."""
-    return is_number(value) and -sys.float_info.max <= value <= sys.float_info.max
+    try:
+        return is_number(value) and math.isfinite(float(value))
+    except OverflowError:
+        return False
+
+
+def is_word(value: Any, word: str) -> bool:
+    """Whether it is this text. An array would compare each of its elements with the text."""
+    return isinstance(value, str) and value == word
 
 
 def listed(value: Any) -> list[Any] | None:

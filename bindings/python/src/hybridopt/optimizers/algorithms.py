@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import abi
+from ..base.checks import check_switch, is_switch
 from ..base.modes import in_no_mode
 from ..params.hyperparameters import check_arguments, hyperparameters_of
 from ..params.tensors import like_param, local
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
 
 # Torch before 2.7 has no such argument of Adam.
 _ADAM_HAS_DECOUPLED = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters
+
+
+def adam_of(group: dict[str, Any], is_decoupled: bool) -> int:
+    """Whether a group has Adam or AdamW, if by default its weight decay is decoupled or not. check_values() refuses a
+    value that is no switch."""
+    decoupled = group.get("decoupled_weight_decay", is_decoupled)
+    if is_switch(decoupled):
+        is_decoupled = bool(decoupled)
+    return abi.OFFLOAD_ADAMW if is_decoupled else abi.OFFLOAD_ADAM
 
 
 @with_options
@@ -63,6 +73,7 @@ class Adam(OffloadOptimizer, torch.optim.Adam):
         **options: Unpack[OffloadOptions],
     ) -> None:
         self._configure(params, options, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        check_switch("decoupled_weight_decay", decoupled_weight_decay)
         if decoupled_weight_decay and not _ADAM_HAS_DECOUPLED:
             raise TypeError(
                 f"torch {torch.__version__} has no Adam with decoupled_weight_decay; use "
@@ -86,7 +97,7 @@ class Adam(OffloadOptimizer, torch.optim.Adam):
         )
 
     def _algorithm(self, group: dict[str, Any]) -> int:
-        return abi.OFFLOAD_ADAMW if group.get("decoupled_weight_decay") else abi.OFFLOAD_ADAM
+        return adam_of(group, False)
 
 
 @with_options
@@ -159,7 +170,7 @@ class AdamW(OffloadOptimizer, torch.optim.AdamW):
                 group.setdefault("cautious_weight_decay", self.defaults["cautious_weight_decay"])
 
     def _algorithm(self, group: dict[str, Any]) -> int:
-        return abi.OFFLOAD_ADAMW
+        return adam_of(group, True)
 
 
 @with_options

@@ -31,6 +31,11 @@ def check_values(index: int, group: dict[str, Any], owner: str) -> None:
             raise RuntimeError(
                 f"hybridopt.{owner} does not support {option}={shown(value)} (param group {index}): {why}; set it to False"
             )
+    decoupled = group.get("decoupled_weight_decay", False)  # of torch's Adam; it chooses the algorithm
+    if not is_switch(decoupled):
+        raise ValueError(
+            f"param group {index} has decoupled_weight_decay={shown(decoupled)}, expected True or False"
+        )
     refuse_in_group(index, group)
 
 

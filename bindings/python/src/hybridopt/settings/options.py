@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .. import abi
-from ..base.checks import check_word, is_finite, is_number, is_whole, listed, shown
+from ..base.checks import check_word, is_finite, is_number, is_whole, is_word, listed, shown
 from ..ranks.local_ranks import check_local_rank, nodes_of
 from . import disk, placement
 
@@ -98,7 +98,7 @@ def movable_words(movable: Any) -> tuple[str, ...]:
 def state_dtype_of(state_dtype: torch.dtype | str) -> torch.dtype:
     """The dtype of moments, which configuration files name by a string."""
     for name, dtype in STATE_DTYPES.items():
-        if state_dtype in (dtype, name, f"torch.{name}"):
+        if state_dtype is dtype or is_word(state_dtype, name) or is_word(state_dtype, f"torch.{name}"):
             return dtype
     raise ValueError(
         f"Invalid state_dtype: {shown(state_dtype)}, expected torch.float32 or torch.bfloat16, or one of the "
@@ -216,7 +216,7 @@ class OffloadOptions(TypedDict, total=False):
             that an optimizer that never saves takes none. A number of bytes is taken with the state. No more is
             taken than all state could use; plan().host_save_bytes says how much that is.""",
             expect(
-                lambda v: v == AUTO_BUFFER or is_whole(v, 0, ALL_BYTES),
+                lambda v: is_word(v, AUTO_BUFFER) or is_whole(v, 0, ALL_BYTES),
                 f"a number of bytes, 0 for no buffer, or {AUTO_BUFFER!r}",
             ),
         ),
@@ -383,7 +383,7 @@ class OffloadOptions(TypedDict, total=False):
             600.0,
             """a rank that does not answer within this time has failed.""",
             expect(
-                lambda v: is_finite(v) and 0 < v < MOST_SECONDS,
+                lambda v: is_finite(v) and 0 < float(v) < MOST_SECONDS,
                 f"a number of seconds above 0 and below {MOST_SECONDS:.0e}",
             ),
         ),

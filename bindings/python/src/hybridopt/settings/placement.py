@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .. import abi
-from ..base.checks import is_number, is_whole, shown
+from ..base.checks import is_number, is_whole, is_word, shown
 from ..base.units import readable
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ def check(
     device_headroom: float | None = None,
 ) -> None:
     """Raises if the options are invalid or contradict each other."""
+    is_auto = is_word(offload_fraction, AUTO)
     if device_headroom is not None:
-        if offload_fraction != AUTO or device_budget_bytes is not None:
+        if not is_auto or device_budget_bytes is not None:
             raise ValueError(
                 f"device_headroom={shown(device_headroom)} is for offload_fraction='auto' without "
                 f"device_budget_bytes, got offload_fraction={offload_fraction!r} and "
@@ -49,7 +50,7 @@ def check(
                 f"Invalid device_headroom: {shown(device_headroom)}, expected the share of the device that is to "
                 "stay free, from 0.0 to below 1.0"
             )
-    if offload_fraction == AUTO:
+    if is_auto:
         if device_budget_bytes is not None and not is_whole(device_budget_bytes, 0, 1 << 64):
             raise ValueError(
                 f"offload_fraction='auto' with device_budget_bytes={shown(device_budget_bytes)}, expected "
