@@ -17,6 +17,7 @@ from torch import nn
 import hybridopt
 from hybridopt import abi
 from hybridopt.base.units import readable
+from hybridopt.changes import wire_forms
 from hybridopt.settings.options import DEFAULT_OPTIONS
 from models import PAIRS, perceptron, set_gradients
 from scripts import ten_lines
@@ -43,7 +44,14 @@ def test_every_name_is_listed_and_there():
         hybridopt.Adamw  # noqa: B018
 
 
-@pytest.mark.parametrize("module", [abi, hybridopt.stash])
+KNOWN = {
+    abi: {"Context", "OFFLOAD_ADAMW", "offload_param_t", "checkpoint_newest"},
+    hybridopt.stash: {"ActivationStash", "Choice"},
+    wire_forms: {"vllm_patches", "verl_flushes", "write_slime_version"},
+}
+
+
+@pytest.mark.parametrize("module", KNOWN)
 def test_modules_list_their_own_names_alone(module):
     names = dir(module)
     values = {name: getattr(module, name) for name in names}
@@ -52,8 +60,7 @@ def test_modules_list_their_own_names_alone(module):
     # What another package has made is none of its names; the types of functions in the header come from ctypes.
     elsewhere = [name for name, value in values.items() if not type_of(value).__module__.startswith(("hybridopt", "builtins"))]
     assert [name for name in elsewhere if not name.startswith("offload_")] == []
-    known = {"Context", "OFFLOAD_ADAMW", "offload_param_t", "checkpoint_newest"} if module is abi else {"ActivationStash", "Choice"}
-    assert known <= set(names)
+    assert KNOWN[module] <= set(names)
 
 
 def type_of(value):

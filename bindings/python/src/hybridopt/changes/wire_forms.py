@@ -18,6 +18,13 @@ from . import files
 from .applying import target_of, tensors_of
 from .patch import WeightChange, WeightPatch
 
+__all__ = ["VllmPatch", "verl_flushes", "vllm_patches", "write_slime_version"]
+
+
+def __dir__() -> list[str]:
+    """The names that completion and help() list: only the public ones."""
+    return __all__
+
 
 class VllmPatch(NamedTuple):
     """The change of one param. It has the fields of vLLM's SparseWeightPatch and of its CheckpointWeightPatch."""
