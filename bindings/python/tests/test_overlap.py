@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import signal
+import warnings
 import weakref
 
 import models
@@ -321,6 +322,7 @@ def group_added(module, optimizer, path):
     optimizer.save_checkpoint(path / "saved")
 
 
+@pytest.mark.filterwarnings("ignore:overlap.. has no effect while params lie in shared memory")
 @pytest.mark.parametrize(
     "use",
     [
@@ -512,6 +514,32 @@ def test_without_a_forward_pass_steps_wait_and_say_so_once():
 
 
 # ------------------------------------------------------------------------------------ copies, ends --
+
+
+@pytest.mark.parametrize("with_gaps", [False, True])
+def test_steps_wait_while_other_processes_may_have_the_memory_of_params(with_gaps):
+    made = []
+    for overlaps in (True, False):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if with_gaps:
+            module[0].weight.data = torch.randn(4, 8)[:, ::2]
+        optimizer = hybridopt.AdamW(module.named_parameters(), lr=0.1, overlap=module if overlaps else None)
+        for number in range(4):
+            if number == 2:
+                module[0].share_memory()
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                module(torch.ones(2, 4)).square().sum().backward()
+                optimizer.step()
+            assert bool(optimizer._engine.under_way) == (overlaps and number < 2)
+            assert [str(each.message)[:43] for each in told] == ["overlap() has no effect while params lie in"] * (
+                overlaps and number == 2
+            )
+            assert {each.filename for each in told} <= {__file__}
+            optimizer.zero_grad()
+        made.append(models.bits(module.parameters()))
+    assert made[0] == made[1]
 
 
 def test_copies_of_the_model_have_nothing_to_wait_for():

@@ -197,6 +197,7 @@ READS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:overlap.. has no effect while params lie in shared memory")
 @pytest.mark.parametrize("use", READS)
 def test_a_use_of_a_param_waits_for_it(use):
     both = module, optimizer, other, _ = both_after(2)

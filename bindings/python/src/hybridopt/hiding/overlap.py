@@ -82,7 +82,7 @@ class Overlap:
         self._order: dict[Tensor, int] = {}  # the order in which forward passes use params
         self._is_recording = True
         self._has_seen_pass = False
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_shared_memory = False
         self._checks = ParamHooks(self._check_gradient)
         self._model = HookedModel(model, self)
 
@@ -130,7 +130,8 @@ class Overlap:
         raise abi.InvalidStateError(
             f"parameter {slot.name!r} has got a gradient, but nobody has waited for the step that wrote it: code "
             "that is not called through torch's functions in Python has used it (TorchScript, or an extension in "
-            "C++); use it in the forward pass of its module, or call optimizer.synchronize() before"
+            "C++), or its graph is older than this step; use it in the forward pass of its module, or call "
+            "optimizer.synchronize() before"
         )
 
     # --------------------------------------------------------------------- what the optimizer calls --
@@ -158,6 +159,15 @@ class Overlap:
                 stacklevel=depth_of_caller(),
             )
         return not self._is_recording
+
+    def warn_of_shared_memory(self) -> None:
+        if not self._has_warned_of_shared_memory:
+            self._has_warned_of_shared_memory = True
+            warnings.warn(
+                "overlap() has no effect while params lie in shared memory (share_memory(), or a param that was sent to "
+                "another process): other processes would read them while a step writes them, so that step() waits",
+                stacklevel=depth_of_caller(),
+            )
 
     def aliases(self) -> dict[Tensor, list[Tensor]]:
         return self._model.aliases()

@@ -176,6 +176,9 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
             engine.begin_step(self._overlap.aliases(), self._overlap, taken, **options)
             if self._hooks is not None:
                 self._hooks.begin_again()
+            if engine.under_way is not None and engine.under_way.is_shared:
+                self._finish()
+                self._overlap.warn_of_shared_memory()
             return
         with self._telling_rank():
             skipped = engine.step(**options)

@@ -108,6 +108,7 @@ class UnderWay:
         self._slots = slots
         self._on_end = weakref.WeakMethod(on_end)
         self._ticket = 0
+        self.is_shared = False  # whether other processes may have the memory of a param, which no trap can see
         self._is_ended = True  # somebody has waited for the step itself
         self._pending: dict[Slot, Used] = {}
         self._taken: Sequence[Taken] = ()
@@ -145,12 +146,17 @@ class UnderWay:
         taken, and sets traps on their params and on `aliases`, other tensors over the memory of a param."""
         self._ticket = ticket
         self._is_ended = False
+        self.is_shared = False
         for slot, gradient in zip(slots, gradients):
             self._pending[slot] = Used(slot, gradient, aliases.get(slot.param, ()) if aliases else ())
             read = None if gradient is None else gradient.untyped_storage()
-            self._memory[slot.id] = slot.bound.untyped_storage(), read
+            written = slot.bound.untyped_storage()
+            self._memory[slot.id] = written, read
             if slot.copy is not None:
                 self._copies.add(slot)
+            if self._device.type == "cpu":  # torch says of all memory of a GPU that it is shared
+                of_param = written if slot.copy is None else local(slot.param).untyped_storage()
+                self.is_shared = self.is_shared or of_param.is_shared()
         self._versions = [version_of(local(slot.param)) for slot in self._slots]
         self._keeper = weakref.ref(keeper)
         self._taken = taken
