@@ -272,7 +272,8 @@ void* RunThread(void* start) {
   return nullptr;
 }
 
-Result<pthread_t> CreateThread(void* (*body)(void*), void* argument) {
+// Throws nothing: some callers have threads to stop, and others are threads of the library.
+Result<pthread_t> CreateThread(void* (*body)(void*), void* argument) try {
   sigset_t blocked, before;
   sigfillset(&blocked);
   for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGSYS}) sigdelset(&blocked, fault);
@@ -285,6 +286,8 @@ Result<pthread_t> CreateThread(void* (*body)(void*), void* argument) {
                        "the system refused another thread (%s): raise the limit of threads (ulimit "
                        "-u, cgroup pids.max) or of memory, or ask for fewer threads",
                        ErrorText(error).c_str());
+} catch (const std::bad_alloc&) {
+  return Status::Error(OFFLOAD_OUT_OF_HOST_MEMORY, "out of host memory for a thread");
 }
 
 }  // namespace
