@@ -438,21 +438,19 @@ TEST_P(FirstCall, WithoutMemoryIsToldAndEndsNoProcess) {
   RecordProperty("told", std::to_string(told) + " of " + std::to_string(good.allocations));
 }
 
-INSTANTIATE_TEST_SUITE_P(Programs, FirstCall,
-                         testing::Values(Program{"Inspect", Inspect}, Program{"Verify", Verify},
-                                         Program{"Newest", Newest},
-                                         Program{"NewestIntact", NewestIntact},
-                                         Program{"Fail", Fail}, Program{"Load", Load},
-                                         Program{"Save", Save}, Program{"Step", Step},
-                                         Program{"UseStash", UseStash},
-                                         Program{"LoadOnSim", Load, OFFLOAD_DEVICE_SIM},
-                                         Program{"StepOnSim", Step, OFFLOAD_DEVICE_SIM},
-                                         Program{"UseStashOnSim", UseStash, OFFLOAD_DEVICE_SIM},
-                                         Program{"StartThreads", StartThreads,
-                                                 OFFLOAD_DEVICE_HOST, true},
-                                         Program{"TraceStep", TraceStep},
-                                         Program{"UsePool", UsePool, OFFLOAD_DEVICE_SIM}),
-                         [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Programs, FirstCall,
+    testing::Values(Program{"Inspect", Inspect}, Program{"Verify", Verify},
+                    Program{"Newest", Newest}, Program{"NewestIntact", NewestIntact},
+                    Program{"Fail", Fail}, Program{"Load", Load}, Program{"Save", Save},
+                    Program{"Step", Step}, Program{"UseStash", UseStash},
+                    Program{"LoadOnSim", Load, OFFLOAD_DEVICE_SIM},
+                    Program{"StepOnSim", Step, OFFLOAD_DEVICE_SIM},
+                    Program{"UseStashOnSim", UseStash, OFFLOAD_DEVICE_SIM},
+                    Program{"StartThreads", StartThreads, OFFLOAD_DEVICE_HOST, true},
+                    Program{"TraceStep", TraceStep},
+                    Program{"UsePool", UsePool, OFFLOAD_DEVICE_SIM}),
+    [](const auto& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace hybridopt::fault
