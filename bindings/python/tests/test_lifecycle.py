@@ -807,6 +807,8 @@ def test_params_whose_optimizer_has_ended_while_they_were_away_can_be_given_new_
         param.grad = torch.zeros(param.shape)
     with pytest.raises(abi.InvalidStateError, match=f"^parameter '.*' {lost}"):
         second.step()
+    with pytest.raises(abi.InvalidStateError, match=f"used by 'data', {lost}"):
+        first.data = next(param for param in module.parameters() if param is not first)
     first.data = saved[name].clone()
     assert models.bits([first]) == models.bits([saved[name]])
     module.load_state_dict(saved, assign=True)

@@ -14,7 +14,6 @@ from .. import abi
 from .trap import HARMLESS, VIEWS, Traps, parts_of, take_back
 
 
-
 class _Away(NamedTuple):
     name: str
     holder: weakref.ref[object]  # the engine, which holds the content
@@ -32,7 +31,7 @@ _SETS_CONTENT = "data"  # the operation that gives a param another tensor's memo
 
 def _refuse(params: list[Tensor], operation: str) -> None:
     param = params[0]
-    if _is_lost(param) and operation == _SETS_CONTENT:
+    if _is_lost(param) and operation == _SETS_CONTENT and len(params) == 1:  # the tensor that is set has content
         _forget(params)
         return
     by = repr(operation) if operation else "the forward pass of a layer that stash.wrap() has wrapped"
