@@ -354,18 +354,20 @@ MOST_MODULES = 12
 
 
 def modules_of(function):
-    """The modules of the package that have functions which `function` runs."""
+    """The modules of the package that have functions which `function` runs. A garbage collection would run others."""
     modules = set()
 
     def note(frame, event, _):
         if event == "call":
             modules.add(frame.f_globals.get("__name__", ""))
 
+    gc.disable()
     sys.setprofile(note)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return sorted(module for module in modules if module.split(".")[0] == "hybridopt")
 
 

@@ -17,7 +17,7 @@ from . import generated as c
 from .errors import HybridoptError, InvalidStateError, TimedOutError
 from .ends import COLLECTION_SECONDS, await_calls, awaited_at_exit, exiting, outside
 from .library import function, last_error
-from .progress import is_called_by, log_raised, progress_of
+from .progress import is_called_by, log_raised, progress_of, running
 
 _log = logging.getLogger("hybridopt")
 
@@ -134,7 +134,7 @@ class Handle:
 
     def refuse_wait(self) -> None:
         """Raises if a wait on this thread would wait for itself."""
-        if is_called_by(self):
+        if running and is_called_by(self):
             raise InvalidStateError(
                 "a progress function waits for the optimizer whose save or load has called it, and would wait for itself, "
                 "for example by a param that a step still writes; leave that to the code that waits for the save"

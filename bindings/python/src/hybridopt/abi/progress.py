@@ -11,7 +11,7 @@ from typing import Any
 from . import generated as c
 
 _log = logging.getLogger("hybridopt")
-_running = threading.local()  # `of`: a weak reference to the object whose work has called the function on this thread
+running: dict[int, weakref.ref[Any]] = {}  # by thread that runs a progress function: the object whose work has called it
 
 
 def progress_of(
@@ -30,14 +30,16 @@ def progress_of(
         nonlocal has_raised
         if has_raised:
             return
-        _running.of = referred
+        if referred is not None:
+            running[threading.get_ident()] = referred
         try:
             progress(done, total)
         except BaseException as error:
             has_raised = True
             note_raised(error)
         finally:
-            _running.of = None
+            if referred is not None:
+                del running[threading.get_ident()]
 
     kept = c.offload_progress_function_t(call)
     return {**options, "progress": kept}, kept
@@ -51,5 +53,5 @@ def log_raised(error: BaseException) -> None:
 
 def is_called_by(owner: object) -> bool:
     """Whether this thread runs a progress function that work of this object has called."""
-    referred = getattr(_running, "of", None)
+    referred = running.get(threading.get_ident())
     return referred is not None and referred() is owner
