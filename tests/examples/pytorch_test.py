@@ -116,7 +116,9 @@ with tempfile.TemporaryDirectory() as folder:
     masters24 = ("--dtype", "bfloat16", "--master-layout", "split24", "--state-dtype", "bfloat16", "--overlap")
     plain24 = run(*masters24, *short)
     preset24 = run("--preset", "20g", "--stash-budget", str(2 / 1024), "--memory-plot", str(plot), *short)
-    assert losses(preset24, "hybridopt") == losses(plain24, "hybridopt") != losses(plain, "hybridopt")
+    assert losses(preset24, "hybridopt") == losses(plain24, "hybridopt")
+    state = [float(re.search(r"^memory: (\S+) MiB of state", each, re.MULTILINE)[1]) for each in (plain, plain24)]
+    assert state[0] > state[1]  # few steps may show the same losses with either
 
 # The settings of the presets on a GPU.
 for name, count in (("14g", 14_060_747_008), ("20g", 20_403_652_864)):
