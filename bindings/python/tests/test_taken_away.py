@@ -334,6 +334,49 @@ def test_clipping_what_is_on_the_host_is_refused_and_the_step_goes_on(taken_by):
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
 
 
+ANOTHER_HAS_TAKEN = (
+    r"^the gradient of parameter '0.weight' has been taken by hook_gradients\(\) or offload\(grads=True\) of another "
+    r"optimizer, so that this step would leave the parameter out; call zero_grad\(\) and close\(\) of that one, and repeat "
+    r"the backward pass. If the program has no such optimizer any more, a reference cycle still holds it, which "
+    r"gc.collect\(\) ends, or the traceback of an exception$"
+)
+
+
+@pytest.mark.parametrize("taken_by, is_hooked", [("offload", False), ("hooks", False), ("hooks", True)])
+def test_a_step_is_refused_if_another_optimizer_has_taken_its_gradients(taken_by, is_hooked):
+    (model, optimizer), (other, _) = made(movable=ALL), made()
+    run(optimizer, list(model.parameters()), [1])
+    other.load_state_dict(model.state_dict())
+    if taken_by == "hooks":
+        optimizer.hook_gradients()
+    newer, plain = (hybridopt.SGD(each.named_parameters(), lr=0.1, max_grad_norm=None) for each in (model, other))
+    if is_hooked:
+        newer.hook_gradients()
+    backward(model, 2)
+    if taken_by == "offload":
+        optimizer.offload(grads=True)
+    before = bits(model.parameters())
+    with pytest.raises(abi.InvalidStateError, match=ANOTHER_HAS_TAKEN):
+        newer.step()
+    assert bits(model.parameters()) == before
+    optimizer.zero_grad()
+    optimizer.close()
+    for module, steps in ((model, newer), (other, plain)):
+        backward(module, 2)
+        steps.step()
+    assert bits(model.parameters()) == bits(other.parameters()) != before
+
+
+def test_an_optimizer_of_other_params_does_not_mind_what_one_has_taken():
+    (model, optimizer), (other, plain) = made(max_grad_norm=None), made()
+    optimizer.hook_gradients()
+    for each in (model, other):
+        backward(each, 1)
+    plain.step()
+    optimizer.step()
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
 WRITTEN = (
     r"the gradient of parameter '2' was written in place after hook_gradients\(\) had taken it and before its step had read "
     r"it, .*; zero_grad\(\) drops the gradients of this step"

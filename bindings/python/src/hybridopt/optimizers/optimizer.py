@@ -21,7 +21,7 @@ from ..base.owned_hooks import Removal
 from ..engine import making, moves
 from ..engine.engine import Engine
 from ..engine.engines import Engines
-from ..traps.clipping import NOTHING_TO_CLIP, note_taken, note_used, taken_by
+from ..traps.clipping import NOTHING_TO_CLIP, note_taken, note_used, refuse_taken_by_another, taken_by
 from ..hiding.gradient_hooks import GradientHooks, refuse_held_accumulators
 from ..hiding.overlap import Overlap
 from ..params.hyperparameters import check_arguments, hyperparameters_of, named_algorithm, with_own_defaults
@@ -151,6 +151,8 @@ class OffloadOptimizer(Saving, Reporting, Publishing):
             self._drop_hosted()  # a skipped step drops gradients on the host too
             self._history.note_skipped()
             return loss
+        if taken_by:
+            refuse_taken_by_another(self, itertools.chain(*itertools.starmap(named, enumerate(self.param_groups))))
         engine = self._prepare()
         if self._hooks is not None:
             self._hooks.refuse_written()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -98,6 +99,25 @@ def _end(params: dict[int, Tensor]) -> None:
 
 
 taken_by: weakref.WeakKeyDictionary[Clips, Taken] = weakref.WeakKeyDictionary()
+
+
+def refuse_taken_by_another(optimizer: Clips, params: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises if another optimizer has taken the gradient of one of these params, which a step would leave out. An
+    optimizer that the program has replaced may still exist, and its hooks with it."""
+    others = [taken for each, taken in list(taken_by.items()) if each is not optimizer]
+    own = taken_by.get(optimizer)
+    for name, param in params if others else ():
+        if (own is not None and own.has(param)) or not any(taken.has(param) for taken in others):
+            continue
+        with without_traps():
+            if param.grad is not None:
+                continue
+        raise abi.InvalidStateError(
+            f"the gradient of parameter {name!r} has been taken by hook_gradients() or offload(grads=True) of another "
+            "optimizer, so that this step would leave the parameter out; call zero_grad() and close() of that one, and "
+            "repeat the backward pass. If the program has no such optimizer any more, a reference cycle still holds it, "
+            "which gc.collect() ends, or the traceback of an exception"
+        )
 
 
 def note_taken(optimizer: Clips, params: list[Tensor]) -> None:
