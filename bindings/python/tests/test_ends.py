@@ -7,6 +7,7 @@ import copy
 import faulthandler
 import gc
 import io
+import itertools
 import pickle
 import subprocess
 import sys
@@ -662,6 +663,15 @@ def test_a_step_whose_wait_is_cut_off_reaches_params_with_gaps(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+def test_a_wait_that_is_cut_off_anywhere_reaches_params_with_gaps():
+    for line in itertools.count(1):
+        module, other, optimizer = pair_with_gaps(overlap=True)
+        if not models.cut_off(optimizer.synchronize, line):
+            assert line > 100
+            return
+        assert models.bits(module.parameters()) == models.bits(other.parameters())
 
 
 def interrupted(*_):

@@ -82,11 +82,12 @@ class Copies:
 
     @in_no_mode
     def take_one(self, id: int) -> None:
-        referred, copy = self._of.pop(id, (None, None))
+        referred, copy = self._of.get(id, (None, None))
         with without_traps():
             param = None if referred is None else referred()
             if param is not None and copy is not None:
                 local(param).copy_(copy)
+        self._of.pop(id, None)  # last: an exception may end this before
 
 
 class UnderWay:
