@@ -766,6 +766,8 @@ def step():
 step()
 step()
 optimizer.synchronize()
+before = sys.argv[1] + "-before"
+optimizer.save_checkpoint(before, progress=False)
 goes_on, errors = threading.Event(), []
 
 def progress(done, total):
@@ -781,6 +783,7 @@ goes_on.set()
 save.wait()
 print(*errors[:1], sep="")
 """
+VERIFIES = "hybridopt.abi.checkpoint_verify(before, progress=lambda *_: None); optimizer.synchronize()"
 FORKS = "child = os.fork(); child or os._exit(0); os.waitpid(child, 0)"
 OWN_WAIT = (
     "a progress function waits for the optimizer whose save or load has called it, and would wait for itself, for "
@@ -790,8 +793,13 @@ OWN_WAIT = (
 
 @pytest.mark.parametrize(
     "call, printed",
-    [(FORKS, "\n"), ("model.weight.norm()", OWN_WAIT), ("optimizer.synchronize()", OWN_WAIT)],
-    ids=["a fork", "a use of a param", "a wait"],
+    [
+        (FORKS, "\n"),
+        ("model.weight.norm()", OWN_WAIT),
+        ("optimizer.synchronize()", OWN_WAIT),
+        (VERIFIES, OWN_WAIT),
+    ],
+    ids=["a fork", "a use of a param", "a wait", "a wait behind a verification"],
 )
 def test_a_progress_function_does_not_wait_for_itself(call, printed, tmp_path):
     program = WAITED_FOR_IN_A_SAVE.format(call)
