@@ -5,6 +5,7 @@ import _thread
 import contextlib
 import copy
 import faulthandler
+import functools
 import gc
 import io
 import itertools
@@ -672,6 +673,32 @@ def test_a_wait_that_is_cut_off_anywhere_reaches_params_with_gaps():
             assert line > 100
             return
         assert models.bits(module.parameters()) == models.bits(other.parameters())
+
+
+@pytest.mark.parametrize("call", ["step", "load"])
+def test_a_call_that_is_cut_off_anywhere_writes_all_params_or_none(call, tmp_path):
+    def trained():
+        module = WithGaps()
+        optimizer = adamw(module)
+        steps(module, optimizer)
+        backward(module)
+        return module, optimizer
+
+    module, optimizer = trained()
+    optimizer.save_checkpoint(tmp_path / "saved", progress=False)
+    saved = models.bits(module.parameters())
+    optimizer.step()
+    stepped = models.bits(module.parameters())
+    for line in range(1 + models.drawn_seeds(1)[0] % 5, 1 << 20, 5):
+        module, optimizer = trained()
+        function = optimizer.step
+        if call == "load":
+            optimizer.step()
+            function = functools.partial(optimizer.load_checkpoint, tmp_path / "saved", progress=False)
+        if not models.cut_off(function, line):
+            assert line > 300
+            return
+        assert models.bits(module.parameters()) in (saved, stepped), line
 
 
 def interrupted(*_):

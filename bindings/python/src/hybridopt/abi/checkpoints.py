@@ -61,9 +61,17 @@ def checkpoint_inspect(
 ) -> tuple[c.offload_checkpoint_info_t, list[StoredTensor]]:
     """Reads and checks the manifest and the headers, not the data."""
     tensors: list[StoredTensor] = []
-    visit = c.offload_tensor_function_t(lambda user, tensor: tensors.append(_stored(tensor[0])))
+    raised: list[BaseException] = []  # of Ctrl-C, which ctypes would print and forget
+
+    def visit(_: Any, tensor: Any) -> None:
+        try:
+            tensors.append(_stored(tensor[0]))
+        except BaseException as error:
+            raised.append(error)
+
     info = c.offload_checkpoint_info_t()
-    call("offload_checkpoint_inspect", encoded("path", path), info, visit, None)
+    call("offload_checkpoint_inspect", encoded("path", path), info, c.offload_tensor_function_t(visit), None)
+    _raise_first(raised)
     return info, tensors
 
 

@@ -193,7 +193,7 @@ class Engine:
             self.bound.note_queued()  # now, since Ctrl-C may end the wait below
             self.bound.note_written_in_place(active)  # while the library computes
             result = self.steps.result(ticket)
-        self.bound.take_copies(active)
+            self.bound.take_copies(active)
         self.see_versions()
         self._note_end([])
         self.bound.release()

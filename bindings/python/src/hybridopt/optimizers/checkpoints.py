@@ -114,10 +114,12 @@ def load(
     function = progress_function(progress, f"load {os.fspath(path)}")
     stream = engine.stream() or None
     with engine.ended_if_cut_off():
+        engine.bound.fill_copies()  # what they hold if the load is refused
         ticket = engine.handle.load(
             path, keep=engine.bound.storages(), flags=flags, stream=stream, progress=function
         )
         Transfer(engine, ticket, function, f"load of {os.fspath(path)!r}").wait()
+        engine.bound.take_copies(engine.slots)
     if keep_steps or not fresh_moments:
         info, tensors = abi.checkpoint_inspect(path)
         counts: dict[str, int] = {}
