@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <linux/mempolicy.h>
 
+#include <array>
 #include <cerrno>
 
 #include "base/check.h"
@@ -10,13 +11,13 @@
 
 namespace hybridopt {
 
-// As libnuma declares it.
-struct Numa::Bitmask {
-  unsigned long size;  // bits
-  unsigned long* words;
-};
-
 namespace {
+
+constexpr unsigned long kMaxNodes = 1024;  // no kernel has more
+constexpr unsigned long kWordBits = 8 * sizeof(unsigned long);
+using Mask = std::array<unsigned long, kMaxNodes / kWordBits>;  // a bit for each node
+// The kernel reads and writes one bit less than the given size.
+constexpr unsigned long kMaskSize = kMaxNodes + 1;
 
 template <typename Function>
 Status Take(void* library, const char* name, Function* function) {
@@ -43,13 +44,9 @@ Result<Numa> Numa::Open(const char* file) {
   }
   Numa numa;
   HYBRIDOPT_TRY(Take(library, "numa_available", &numa.numa_available_));
-  HYBRIDOPT_TRY(Take(library, "numa_get_mems_allowed", &numa.numa_get_mems_allowed_));
   HYBRIDOPT_TRY(Take(library, "numa_node_size64", &numa.numa_node_size64_));
-  HYBRIDOPT_TRY(Take(library, "numa_allocate_nodemask", &numa.numa_allocate_nodemask_));
-  HYBRIDOPT_TRY(Take(library, "numa_bitmask_isbitset", &numa.numa_bitmask_isbitset_));
-  HYBRIDOPT_TRY(Take(library, "numa_bitmask_setbit", &numa.numa_bitmask_setbit_));
-  HYBRIDOPT_TRY(Take(library, "numa_bitmask_free", &numa.numa_bitmask_free_));
   HYBRIDOPT_TRY(Take(library, "numa_move_pages", &numa.numa_move_pages_));
+  HYBRIDOPT_TRY(Take(library, "get_mempolicy", &numa.get_mempolicy_));
   HYBRIDOPT_TRY(Take(library, "mbind", &numa.mbind_));
   errno = 0;
   if (numa.numa_available_() < 0)
@@ -61,16 +58,13 @@ Result<Numa> Numa::Open(const char* file) {
   return numa;
 }
 
-Numa::Mask Numa::Own(Bitmask* mask) const {
-  HYBRIDOPT_CHECK(mask != nullptr);
-  return Mask(mask, numa_bitmask_free_);
-}
-
 std::vector<uint32_t> Numa::MemoryNodes() const {
-  const Mask allowed = Own(numa_get_mems_allowed_());
+  Mask allowed = {};
   std::vector<uint32_t> nodes;
-  for (uint32_t node = 0; node < allowed->size; ++node)
-    if (numa_bitmask_isbitset_(allowed.get(), node) != 0 &&
+  if (get_mempolicy_(nullptr, allowed.data(), kMaskSize, nullptr, MPOL_F_MEMS_ALLOWED) != 0)
+    return nodes;
+  for (uint32_t node = 0; node < kMaxNodes; ++node)
+    if ((allowed[node / kWordBits] >> node % kWordBits & 1) != 0 &&
         numa_node_size64_(static_cast<int>(node), nullptr) > 0)
       nodes.push_back(node);
   return nodes;
@@ -80,17 +74,19 @@ std::vector<uint32_t> Numa::MemoryNodes() const {
 // policy strict, and write to stderr.
 Status Numa::SetPolicy(void* data, uint64_t bytes, PagePolicy policy,
                        const std::vector<uint32_t>& nodes) const {
-  const Mask mask = Own(numa_allocate_nodemask_());
+  Mask mask = {};
   if (policy == PagePolicy::kToucher) {
     // The policy "preferred" without nodes means the node of the toucher.
     HYBRIDOPT_CHECK(nodes.empty());
   } else {
     HYBRIDOPT_CHECK(!nodes.empty() && (policy == PagePolicy::kInterleaved || nodes.size() == 1));
-    for (const uint32_t node : nodes) numa_bitmask_setbit_(mask.get(), node);
+    for (const uint32_t node : nodes) {
+      HYBRIDOPT_CHECK(node < kMaxNodes);
+      mask[node / kWordBits] |= 1ul << node % kWordBits;
+    }
   }
   const int mode = policy == PagePolicy::kInterleaved ? MPOL_INTERLEAVE : MPOL_PREFERRED;
-  // The kernel reads one bit less than the given size.
-  if (mbind_(data, bytes, mode, mask->words, mask->size + 1, 0) == 0) return {};
+  if (mbind_(data, bytes, mode, mask.data(), kMaskSize, 0) == 0) return {};
   return Refused("mbind", errno);
 }
 

@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <vector>
 
@@ -42,19 +41,13 @@ class Numa {
 
  private:
   Numa() = default;
-  struct Bitmask;  // libnuma's
-  using Mask = std::unique_ptr<Bitmask, void (*)(Bitmask*)>;
-  Mask Own(Bitmask* mask) const;
 
-  // libnuma's functions, under its names.
+  // libnuma's functions, under its names. Those that make its own masks are not among them: they
+  // end the process if there is no memory.
   int (*numa_available_)();
-  Bitmask* (*numa_get_mems_allowed_)();
   long long (*numa_node_size64_)(int, long long*);
-  Bitmask* (*numa_allocate_nodemask_)();
-  int (*numa_bitmask_isbitset_)(const Bitmask*, unsigned);
-  Bitmask* (*numa_bitmask_setbit_)(Bitmask*, unsigned);
-  void (*numa_bitmask_free_)(Bitmask*);
   int (*numa_move_pages_)(int, unsigned long, void**, const int*, int*, int);
+  long (*get_mempolicy_)(int*, unsigned long*, unsigned long, void*, unsigned);
   long (*mbind_)(void*, unsigned long, int, const unsigned long*, unsigned long, unsigned);
 };
 

@@ -43,12 +43,6 @@ bool malloc_hooks::Fails() {
 void malloc_hooks::Allocated(void*) {}
 void malloc_hooks::Freeing(void*) {}
 
-// Hides libnuma, because libnuma ends the process if it has no memory.
-extern "C" void* dlopen(const char* file, int flags) noexcept {
-  if (file != nullptr && std::strstr(file, "libnuma") != nullptr) return nullptr;
-  return reinterpret_cast<decltype(&dlopen)>(dlsym(RTLD_NEXT, "dlopen"))(file, flags);
-}
-
 namespace hybridopt::fault {
 namespace {
 
@@ -86,9 +80,11 @@ namespace {
   F(offload_stash_wait)            \
   F(offload_status_name)
 
-// The library: loaded, but no function of it has been called.
+// The library: loaded, but no function of it has been called. libnuma has been loaded before: while
+// that starts, it ends the process if it has no memory.
 struct Library {
   Library() {
+    dlopen("libnuma.so.1", RTLD_NOW | RTLD_LOCAL);
     void* const library = dlopen(HYBRIDOPT_LIBRARY, RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) std::fprintf(stderr, "%s\n", dlerror());
 #define FIND(name) name = reinterpret_cast<decltype(name)>(dlsym(library, #name));

@@ -1,7 +1,6 @@
 /* Stands for libnuma on a machine with as many nodes as a test wants. It remembers the policy of
- * each range and says that pages lie where the policy wants them. FAKE_NUMA_OLD leaves out what
- * libnuma 1 had not, FAKE_NUMA_INCOMPLETE one function, and with FAKE_NUMA_REFUSED the system has
- * no NUMA policy. */
+ * each range and says that pages lie where the policy wants them. FAKE_NUMA_INCOMPLETE leaves out
+ * one function, and with FAKE_NUMA_REFUSED the system has no NUMA policy. */
 #include "fake_numa.h"
 
 #include <errno.h>
@@ -12,12 +11,6 @@
 #define EXPORT __attribute__((visibility("default")))
 #define RANGES 4096
 #define NODES 1024
-#define WORD_BITS (8 * sizeof(unsigned long))
-
-typedef struct {
-  unsigned long size;
-  unsigned long* words;
-} bitmask;
 
 EXPORT fake_numa_t fake_numa;
 static fake_numa_range_t ranges[RANGES]; /* the latest last */
@@ -31,31 +24,17 @@ EXPORT int numa_available(void) {
 #endif
 }
 
-EXPORT int numa_bitmask_isbitset(const bitmask* mask, unsigned bit) {
-  return bit < mask->size && (mask->words[bit / WORD_BITS] >> bit % WORD_BITS & 1);
-}
 #ifndef FAKE_NUMA_INCOMPLETE
-EXPORT bitmask* numa_bitmask_setbit(bitmask* mask, unsigned bit) {
-  if (bit < mask->size) mask->words[bit / WORD_BITS] |= 1ul << bit % WORD_BITS;
-  return mask;
-}
-#endif
-EXPORT void numa_bitmask_free(bitmask* mask) {
-  free(mask->words);
-  free(mask);
-}
-
-#ifndef FAKE_NUMA_OLD
-EXPORT bitmask* numa_allocate_nodemask(void) {
-  bitmask* mask = malloc(sizeof(*mask));
-  mask->size = NODES;
-  mask->words = calloc(NODES / WORD_BITS, sizeof(unsigned long));
-  return mask;
-}
-EXPORT bitmask* numa_get_mems_allowed(void) {
-  bitmask* mask = numa_allocate_nodemask();
-  mask->words[0] = fake_numa.memory_nodes | fake_numa.empty_nodes;
-  return mask;
+EXPORT long get_mempolicy(int* mode, unsigned long* mask, unsigned long bits, void* address,
+                          unsigned flags) {
+  if (mode != NULL || bits != NODES + 1 || address != NULL || flags != MPOL_F_MEMS_ALLOWED) abort();
+  if (fake_numa.get_mempolicy_error != 0) {
+    errno = fake_numa.get_mempolicy_error;
+    return -1;
+  }
+  memset(mask, 0, NODES / 8);
+  mask[0] = fake_numa.memory_nodes | fake_numa.empty_nodes;
+  return 0;
 }
 #endif
 

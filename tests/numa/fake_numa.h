@@ -9,6 +9,7 @@ typedef struct {
   int toucher;                /* the node of pages whose first toucher decides where they lie */
   int mbind_error;            /* errno of every mbind; 0 = it works */
   int move_pages_error;       /* likewise */
+  int get_mempolicy_error;    /* likewise */
   unsigned long range_count;  /* policies set so far */
 } fake_numa_t;
 
