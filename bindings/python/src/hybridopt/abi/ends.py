@@ -12,9 +12,10 @@ from typing import Any
 
 exiting = threading.Event()  # set when the interpreter ends
 _calls: set[threading.Event] = set()  # those that have not returned and that the end of the interpreter waits for
-os.register_at_fork(after_in_child=_calls.clear)
 _callers: set[int] = set()  # threads of outside()
 _collecting: set[int] = set()  # threads that run a garbage collection
+for _set in (_calls, _callers, _collecting):
+    os.register_at_fork(after_in_child=_set.clear)  # a child has none of the other threads
 COLLECTION_SECONDS = 1.0  # for which a garbage collection waits for queued work
 
 
