@@ -61,8 +61,12 @@ def awaited_at_exit() -> Iterator[None]:
     try:
         yield
     finally:
-        _calls.discard(returned)
-        returned.set()
+        _note_return(returned)
+
+
+def _note_return(returned: threading.Event) -> None:
+    _calls.discard(returned)
+    returned.set()
 
 
 def later(call: Callable[..., object], *arguments: Any) -> threading.Event:
@@ -83,8 +87,7 @@ def _call(returned: threading.Event, work: list[Any]) -> None:
         _call_last(work)
     finally:
         _callers.discard(threading.get_ident())
-        _calls.discard(returned)
-        returned.set()
+        _note_return(returned)
 
 
 def _call_last(work: list[Any]) -> None:

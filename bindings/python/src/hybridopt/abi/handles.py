@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from . import generated as c
-from .errors import HybridoptError, InvalidStateError, TimedOutError
 from .ends import COLLECTION_SECONDS, await_calls, awaited_at_exit, exiting, outside
+from .errors import HybridoptError, InvalidStateError, TimedOutError
 from .library import function, last_error
 from .progress import is_called_by, log_raised, progress_of, running
 
@@ -80,8 +80,8 @@ def ids_of(params: Iterable[int] | None) -> tuple[Any, int]:
 def _end(name: str, value: int, kept: tuple[dict[int, Any], tuple[Any, ...]]) -> None:
     """Destroys an object that ends. If its queued work calls no function of Python, it waits for no lock, and a garbage
     collection waits to the end, before memory that the work uses is freed."""
-    transfers, (_, *functions) = kept[0], kept[1] or (None,)
-    calls_python = bool(transfers) or any(each is not None for each in functions)
+    transfers, uses = kept
+    calls_python = bool(transfers) or any(each is not None for each in uses[1:])  # the first one is the context
     outside(_destroy, name, value, kept, for_seconds=COLLECTION_SECONDS if calls_python else None)
 
 

@@ -119,12 +119,11 @@ def load(
             path, keep=engine.bound.storages(), flags=flags, stream=stream, progress=function
         )
         Transfer(engine, ticket, function, f"load of {os.fspath(path)!r}").wait()
-        engine.bound.take_copies(engine.slots)
-    if keep_steps or not fresh_moments:
-        info, tensors = abi.checkpoint_inspect(path)
-        counts: dict[str, int] = {}
-        for tensor in tensors:
-            counts[tensor.name] = max(tensor.step_count, counts.get(tensor.name, 0))
-        engine.after_load(info.step, counts)
-    else:
-        engine.after_load(0, {})
+        if keep_steps or not fresh_moments:
+            info, tensors = abi.checkpoint_inspect(path)
+            counts: dict[str, int] = {}
+            for tensor in tensors:
+                counts[tensor.name] = max(tensor.step_count, counts.get(tensor.name, 0))
+            engine.after_load(info.step, counts)
+        else:
+            engine.after_load(0, {})
